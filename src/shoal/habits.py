@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from shoal.kernelstep import put_back
+from shoal.recipe import Recipe
 from shoal.schedules import each_schedule
 from shoal.spelled import is_library, spelled_by
 
@@ -42,6 +43,9 @@ TOUCHING = frozenset(
 )
 """Names by which code comes to parameters, or to an optimizer's state."""
 
+UNFREEZING = frozenset(("requires_grad", "requires_grad_"))
+"""Names by which code has a parameter trained, or not."""
+
 DEEPEST = 4  # containers within containers
 
 
@@ -63,6 +67,14 @@ def habits_of(schedule: Any) -> Habits:
     holds = _holds_tensors([*code, *kept])
     rest = not found.is_whole
     return Habits(bool(found.names & DRAWING) or rest, touches or holds or rest)
+
+
+def unfreezes(recipe: Recipe, habits: Habits) -> bool:
+    """Whether its schedule, of these ``habits``, or its own step may train what is frozen now."""
+    if recipe.step is None or habits.touches:
+        return habits.touches
+    found = spelled_by([recipe.step])
+    return bool(found.names & UNFREEZING) or not found.is_whole
 
 
 def _users_code(schedule: Any) -> Iterator[types.FunctionType]:

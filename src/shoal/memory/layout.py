@@ -131,6 +131,10 @@ class TrialLayout:
     num_bytes: int
 
 
+def _only(names: Collection[str], of: Segment) -> Segment:
+    return segment(field.spec for field in of.fields if field.spec.name in names)
+
+
 def segment(specs: Iterable[TensorSpec]) -> Segment:
     """Fields one after another, each aligned."""
     fields, offset = [], 0
@@ -150,16 +154,17 @@ def lay_out(
 ) -> TrialLayout:
     """The region for shards that own and borrow parameters by name.
 
-    ``grads`` are as ``parameters`` if they are not given.
+    ``grads`` are as ``parameters`` if they are not given; not all parameters need have one.
     """
     shards: list[ShardLayout] = []
     home: dict[str, tuple[int, Field]] = {}
     offset = 0
+    found = parameters if grads is None else grads
     for index, names in enumerate(owned):
         param = segment(parameters[name] for name in names)
         state = segment(spec for name in names for spec in states.get(name, ()))
         home |= {field.spec.name: (index, field) for field in param.fields}
-        grad = segment((grads or parameters)[name] for name in names)
+        grad = segment(found[name] for name in names if name in found)
         shards.append(_placed_at(offset, param, state, grad))
         offset = shards[-1].copy_at
     tied = [tuple(home[name] for name in names) for names in borrowed]
@@ -191,11 +196,11 @@ def as_it_travels(
     """
     shards, offset = [], 0
     for index, shard in enumerate(layout.shards):
-        grad, copy, low = shard.param if names else shard.grad, None, None
+        trained = {field.spec.name for field in shard.grad.fields}
+        grad, copy, low = _only(trained, shard.param) if names else shard.grad, None, None
         if travels_narrow(technique, index) and names:
-            narrow = [_narrowed(f.spec, names) for f in shard.param.fields]
-            copy = segment(narrow)
-            grad = shard.param if sums else copy
+            copy = segment(_narrowed(f.spec, names) for f in shard.param.fields)
+            grad = grad if sums else _only(trained, copy)
             low = _low(shard, copy) if has_split_master(technique) else None
         state = state_of(layout, technique, index)
         made = _placed_at(offset, shard.param, state, grad, copy, low)

@@ -26,7 +26,7 @@ from shoal.memory.layout import ShardLayout, TensorSpec, TrialLayout
 from shoal.memory.split import SplitWeight, split_weights
 from shoal.memory.store import Region, describe, field_view, state_views, view, views
 from shoal.rounding import Rounding
-from shoal.runtime.unplaced import unplaced
+from shoal.runtime.unplaced import unfrozen, unplaced
 from shoal.subsets import Subsets
 
 States = Mapping[str, Mapping[str, Tensor]]
@@ -189,7 +189,7 @@ class Binding:
     ) -> None:
         self.params: dict[str, nn.Parameter] = dict(model.named_parameters())
         self._model, self.optimizer = model, optimizer
-        self._frozen = {name for name, p in self.params.items() if not p.requires_grad}
+        self.frozen = [name for name, p in self.params.items() if not p.requires_grad]  # for good
         self.stateful: dict[str, set[str]] = {}  # name -> the stored keys it has by now
         parts = list(owned)
         self.pieces: list[list[tuple[int, Sequence[str]]]] = []
@@ -211,21 +211,6 @@ class Binding:
             .expand(p.shape)
             for name, p in self.params.items()
         }
-
-    def require_shapes(self, layout: TrialLayout) -> None:
-        """The model is of the shapes that its state has: other hyperparameters give others.
-
-        Raises:
-            TrialError: it is not.
-        """
-        for shard in layout.shards:
-            for name, shape in ((f.spec.name, f.spec.shape) for f in shard.param.fields):
-                if tuple(found := self.poison[name].shape) != shape:
-                    raise TrialError(
-                        f"{name!r} is {tuple(found)} with the hyperparameters that this trial has "
-                        f"now, and {shape} in its state. Leave what changes shapes out of "
-                        "shoal.PBT(vary=...)."
-                    )
 
     def bind(self, shard: int, placed: Placed) -> None:
         """Point the shard's parameters, borrowed ones too, at ``placed``."""
@@ -309,6 +294,16 @@ class Binding:
         if any(p.data_ptr() != at for p, at in self._places_of(placed)):
             self._put_back(placed)
         self.keep_state(shard, placed)
+
+    def require_frozen(self) -> None:
+        """After a backward: what was frozen has no gradient now.
+
+        Raises:
+            TrialError: it has one, for which no room was planned.
+        """
+        for name in self.frozen:
+            if self.params[name].grad is not None:
+                raise TrialError(unfrozen(name, "its gradient"))
 
     def put_back_bound(self) -> None:
         """The same for all that is bound, after a pass in which code may have done so."""
@@ -480,7 +475,7 @@ class Binding:
         """
         place = places.get(key)
         if place is None or place.shape != value.shape or place.dtype != value.dtype:
-            was_frozen = name in self._frozen
+            was_frozen = name in self.frozen
             raise TrialError(unplaced(name, key, value, places, was_frozen=was_frozen))
         return place
 

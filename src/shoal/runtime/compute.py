@@ -124,7 +124,9 @@ class Compute:
                 params[name].grad = grad
         loss = session.units.backward(shard, micro)
         self._put_written(shard)
-        if not self._resident:
+        if self._resident:
+            session.binding.require_frozen()
+        else:
             self.grads[shard] = self._found_grads(shard)
             for name in placed.params:
                 params[name].grad = None

@@ -21,7 +21,7 @@ from shoal.core.spec import HyperParameters
 from shoal.core.technique import Captured, Spilled, kept_shards, steps_on_host
 from shoal.data import Feed
 from shoal.device.losses import Losses, readback_of
-from shoal.habits import habits_of, trained
+from shoal.habits import habits_of, trained, unfreezes
 from shoal.memory.chunks import chunk_names
 from shoal.memory.layout import TrialLayout, lenders
 from shoal.memory.split import write_params
@@ -46,6 +46,7 @@ from shoal.runtime.ahead import Ahead, Counted
 from shoal.runtime.binding import Binding
 from shoal.runtime.capture.captured import CapturedUnits
 from shoal.runtime.capture.captures import Captures
+from shoal.runtime.layouts import sum_whole
 from shoal.runtime.measuring.chains import Chains, chain_of
 from shoal.runtime.messages import Progress, Settings
 from shoal.runtime.saving.extrastate import extra_state, give_extra_state
@@ -60,6 +61,7 @@ from shoal.runtime.units import (
     get,
     locate,
 )
+from shoal.runtime.unplaced import require_places
 from shoal.runtime.validating import Validating
 from shoal.schedules import advance, build_schedule, catch_up, give_state, state_of_schedule
 from shoal.spill.generate import route_of
@@ -162,13 +164,15 @@ class Session:
             self.model, self.optimizer, self.owned, self.device, rounding, chunks
         )
         self.binding.keeps_gradients = self.habits.touches
+        if unfreezes(self.recipe, self.habits):
+            self.binding.frozen.clear()
         if fresh:
             self._write_initial()
         for parameter in self.model.parameters():
             parameter.grad = None
         self.evict_everything()
         self._take_buffers()
-        self._sum_whole()
+        sum_whole(self.binding.params, layout)
 
     def _host_chunks(self) -> dict[int, tuple[tuple[str, ...], ...]]:
         """The chunks in which shards step on the host."""
@@ -180,14 +184,6 @@ class Session:
         trained = {name for name, p in self.model.named_parameters() if p.requires_grad}
         pairs = enumerate(zip(self.job.shards, self.layout.shards, strict=True))
         return {i: chunk_names(*pair, trained) for i, pair in pairs if pair[0].step_chunks}
-
-    def _sum_whole(self) -> None:
-        """Have gradients added up in float32 where a weight travels as bfloat16."""
-        for shard in self.layout.shards:
-            for weight, grad in zip(shard.loaded.fields, shard.grad.fields, strict=True):
-                parameter = self.binding.params[weight.spec.name]
-                if weight.spec.dtype != grad.spec.dtype and parameter.requires_grad:
-                    parameter.grad_dtype = getattr(torch, grad.spec.dtype)
 
     def _units(self) -> Units:
         technique = self.job.technique
@@ -342,7 +338,7 @@ class Session:
         """
         self.step = progress.step
         self.tally = Tally() if warm else Tally.unpack(progress.tally)
-        self.binding.require_shapes(self.layout)
+        require_places(self.binding.params, self.layout)
         give_extra_state(self.model, progress.extra)
         if warm:  # what the other one kept holds, as in the plain loop
             catch_up(self.schedule, progress.step)

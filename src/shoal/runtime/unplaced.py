@@ -1,10 +1,35 @@
-"""An optimizer made state that has no place in its trial's store: the words for each cause."""
+"""Gradients and state that no room was planned for: the words for each cause."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from torch import Tensor
+from torch import Tensor, nn
+
+from shoal.core.errors import TrialError
+from shoal.memory.layout import TrialLayout
+
+
+def require_places(params: Mapping[str, nn.Parameter], layout: TrialLayout) -> None:
+    """The model is of the shapes that its state has: other hyperparameters give others.
+
+    Raises:
+        TrialError: it is not, or what was frozen is trained now.
+    """
+    vary = "Leave {what} out of shoal.PBT(vary=...)."
+    trained = {field.spec.name for shard in layout.shards for field in shard.grad.fields}
+    stored = [field.spec for shard in layout.shards for field in shard.param.fields]
+    for name, shape in ((spec.name, spec.shape) for spec in stored):
+        if tuple(found := params[name].shape) != shape:
+            raise TrialError(
+                f"{name!r} is {tuple(found)} with the hyperparameters that this trial has "
+                f"now, and {shape} in its state. {vary.format(what='what changes shapes')}"
+            )
+        if trained and params[name].requires_grad and name not in trained:
+            raise TrialError(
+                f"{name!r} is trained with the hyperparameters that this trial has now, and was "
+                f"frozen before. {vary.format(what='what freezes parameters')}"
+            )
 
 
 def unplaced(
@@ -22,18 +47,23 @@ def unplaced(
         )
     made = f"state {key!r} of shape {tuple(value.shape)}"
     if was_frozen and not places:
-        return (
-            f"unfreeze {name!r} in the schedule: Recipe(schedule=...) may return a subclass of "
-            "LRScheduler whose step() sets requires_grad (help(shoal.Recipe) has one), once an "
-            "epoch with schedule_interval='epoch': that is seen before anything trains. The "
-            "parameter was frozen when the model was measured, and the model or the optimizer "
-            f"unfroze it later, so that there is no place for the optimizer's {made}."
-        )
+        return unfrozen(name, f"the optimizer's {made}")
     had = ", ".join(sorted(places)) or "none"
     return (
         f"the optimizer made {made} for {name!r} in a later step, and when it was measured that "
         f"parameter's state was: {had}. Have the optimizer make all of its state in its first "
         "step."
+    )
+
+
+def unfrozen(name: str, what: str) -> str:
+    """The words for ``what`` of a parameter that was frozen when its model was built."""
+    return (
+        f"unfreeze {name!r} in the schedule: Recipe(schedule=...) may return a subclass of "
+        "LRScheduler whose step() sets requires_grad (help(shoal.Recipe) has one), once an "
+        "epoch with schedule_interval='epoch': that is seen before anything trains. The "
+        "parameter was frozen when the model was measured, and the model or the optimizer "
+        f"unfroze it later, so that there is no place for {what}."
     )
 
 

@@ -61,6 +61,21 @@ def test_segments_follow_each_other_and_nothing_else_moves():
     assert after.num_bytes == before.num_bytes + more
 
 
+def test_what_is_frozen_has_no_gradient_however_it_travels():
+    parameters = {n: spec(n, c) for n, c in (("base", 300), ("norm", 10), ("head", 200))}
+    grads = {"head": parameters["head"]}
+    layout = lay_out([["base", "norm", "head"]], [[]], parameters, {}, [], grads)
+    (shard,) = layout.shards
+    assert [field.spec.name for field in shard.grad.fields] == ["head"]
+    assert layout.num_bytes == shard.param.num_bytes + round_up(800, ALIGNMENT)
+
+    narrow = Spilled(shards=1, transfer="bf16", optimizer="host", keep=())
+    for sums, dtype in ((False, "bfloat16"), (True, "float32")):
+        travelling = as_it_travels(layout, narrow, {"base", "head"}, sums=sums)
+        (field,) = travelling.shards[0].grad.fields
+        assert (field.spec.name, field.spec.dtype) == ("head", dtype)
+
+
 def test_of_a_split_weight_the_host_has_its_bfloat16_and_seventeen_bits():
     parameters = {"weight": spec("weight", 4096), "norm": spec("norm", 128)}
     states = {

@@ -1,4 +1,4 @@
-"""State that an optimizer makes later has no place: each cause has its own words."""
+"""Gradients and state that come later have no place: each cause has its own words."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
 from shoal.core.errors import TrialError
+from shoal.core.spec import ALIGNMENT
+from shoal.core.units import round_up
+from shoal.memory.layout import lay_out
+from shoal.memory.store import describe
 from shoal.runtime.binding import Binding
+from shoal.runtime.unplaced import require_places
 from shoal.testing import assert_same, plain_loop
 
 CPU = torch.device("cpu")
@@ -98,6 +103,74 @@ def test_a_forward_that_unfreezes_later_is_told_of_the_schedule(run):
 
     assert trial.state == "FAILED"
     assert trial.error_line.startswith("unfreeze 'layer.")
+
+
+def test_so_is_one_whose_optimizer_has_no_state(run):
+    """No room was planned for the gradients alone."""
+    sgd = {"optimizer": lambda named, hp: torch.optim.SGD([p for _, p in named], lr=hp["lr"])}
+
+    _, trial = run(model=lambda hp: Net(late=9), **sgd)
+
+    assert trial.state == "FAILED"
+    assert trial.error_line.startswith("unfreeze 'layer.weight' in the schedule")
+    assert trial.error_line.endswith("no place for its gradient.")
+
+
+def thawing(models, batch, optimizers, hp):
+    """A step of one's own in which what was frozen is trained now and then."""
+    (model,) = models.values() if isinstance(models, dict) else (models,)
+    model.layer.requires_grad_(bool(batch[1][0]))
+    optimizers.zero_grad()
+    value = loss(model(batch[0]), batch)
+    value.backward()
+    optimizers.step()
+    return value
+
+
+def plainly(models, batch, optimizers, hp):
+    """A step of one's own that leaves what is frozen as it is."""
+    optimizers.zero_grad()
+    value = loss(models(batch[0]), batch)
+    value.backward()
+    optimizers.step()
+    return value
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, {"head.weight", "head.bias"}),
+        ({"schedule": lambda o, hp: example()(o, lambda epoch: 1.0)}, None),
+        ({"step": thawing, "loss": None}, None),
+        ({"step": plainly, "loss": None}, {"head.weight", "head.bias"}),
+    ],
+)
+def test_only_what_may_be_trained_is_planned_with_gradients(options, expected, tmp_path):
+    given = {"model": lambda hp: Net(), "data": data, "loss": loss} | options
+    study = shoal.Study(
+        "it", shoal.Recipe(**given), space=shoal.grid(lr=[0.01]), epochs=1, directory=tmp_path
+    )
+    plan = study.plan(hardware=shoal.Hardware.virtual(devices=1, memory="64MiB"))
+
+    shapes = {name: p.numel() * 4 for name, p in Net().named_parameters()}
+    counted = sum(round_up(shapes[name], ALIGNMENT) for name in expected or shapes)
+    (job,) = plan.jobs
+    assert job.shards[0].gradient_bytes == counted
+    weights_and_state = job.shards[0].owned_bytes + job.shards[0].state_bytes
+    assert job.host_bytes < weights_and_state + counted
+
+
+def test_other_hyperparameters_train_nothing_that_was_frozen():
+    model = Net()
+    trained = dict(model.head.named_parameters(prefix="head"))
+    specs = {name: describe(name, p) for name, p in model.named_parameters()}
+    grads = {name: specs[name] for name in trained}
+    layout = lay_out([list(specs)], [[]], specs, {}, (), grads)
+    require_places(dict(model.named_parameters()), layout)
+
+    model.layer.weight.requires_grad_(True)
+    with pytest.raises(TrialError, match="is trained with the hyperparameters that"):
+        require_places(dict(model.named_parameters()), layout)
 
 
 def test_the_example_in_the_help_unfreezes_to_the_bits_of_the_plain_loop(run):

@@ -34,7 +34,7 @@ from shoal.device.allocator import allocator_here
 from shoal.device.flops import host_step_bytes, stopwatch_of
 from shoal.device.pace import SystemClock
 from shoal.frames import own_traceback
-from shoal.habits import habits_of
+from shoal.habits import habits_of, unfreezes
 from shoal.kernelchoice import repeatable
 from shoal.memory.layout import TensorSpec
 from shoal.memory.store import describe
@@ -319,7 +319,7 @@ class Measurer:
             parameter_bytes=_aligned(params),
             owned_bytes=_aligned(params),
             state_bytes=_aligned(state),
-            gradient_bytes=Bytes(sum(s.num_bytes for s in grads_of(model))),
+            gradient_bytes=_aligned(grads_of(model, frozen=unfreezes(self._recipe, built.habits))),
             boundary_bytes=Bytes(0),
             carry_bytes=Bytes(0),
             forward_peak_bytes=costs.forward,
