@@ -60,6 +60,7 @@ class Shape:
     lookbehind: int = 1
     heads: tuple[int, ...] = ()
     late: tuple[int, ...] = ()
+    frozen: int = 0
 
     @property
     def route(self) -> Route:
@@ -77,6 +78,7 @@ class Shape:
             waits=self.waits,
             lookbehind=self.lookbehind,
             late=self.late,
+            frozen=self.frozen,
         )
 
     @property
@@ -92,8 +94,8 @@ class Shape:
 
 
 @st.composite
-def shapes_of(draw, *, shards, micros, lookahead):
-    num_shards = draw(st.integers(1, shards))
+def shapes_of(draw, *, shards, micros, lookahead, freezes=False):
+    num_shards = draw(st.integers(1 + freezes, shards))
     some = st.sets(st.integers(0, num_shards - 1))
     keep = draw(some)
     place = draw(st.sampled_from(["device", "host"]))
@@ -109,6 +111,7 @@ def shapes_of(draw, *, shards, micros, lookahead):
         order=draw(st.sampled_from(["micro", "shard"])),
         boundaries=draw(st.sampled_from(["device", "host"])),
         lookbehind=draw(st.integers(0, 1)),
+        frozen=draw(st.integers(1, num_shards - 1)) if freezes else 0,
     )
     travel = sorted(set(range(num_shards)) - keep - set(weights))
     turn = draw(st.sets(st.sampled_from(travel))) if travel and place == "host" else ()
@@ -127,6 +130,8 @@ def shapes_of(draw, *, shards, micros, lookahead):
 
 shapes = shapes_of(shards=6, micros=4, lookahead=3)
 small_shapes = shapes_of(shards=3, micros=2, lookahead=2)
+frozen_shapes = shapes_of(shards=6, micros=3, lookahead=3, freezes=True)
+small_frozen_shapes = shapes_of(shards=3, micros=2, lookahead=2, freezes=True)
 sizes = st.integers(0, 10**6)
 
 
@@ -157,7 +162,7 @@ def costs_of(draw, num_shards):
 
 
 @st.composite
-def shapes_with_costs(draw):
+def shapes_with_costs(draw, shapes=shapes):
     shape = draw(shapes)
     costs = draw(costs_of(shape.num_shards))
     return shape, {0: dataclasses.replace(costs[0], shards=_with_heads(shape, costs[0].shards))}
@@ -177,6 +182,15 @@ def _with_heads(shape, shards):
             head_of_state=is_state,
         )
     return tuple(made)
+
+
+def freezing(shape, costs):
+    """The same costs with the first shards frozen."""
+    shards = [
+        dataclasses.replace(s, frozen=True, gradient_bytes=0) if s.index < shape.frozen else s
+        for s in costs[0].shards
+    ]
+    return {0: dataclasses.replace(costs[0], shards=tuple(shards))}
 
 
 def simple_costs(num_shards):
@@ -391,6 +405,71 @@ def test_what_travels_is_spread_evenly_and_the_last_shard_first(num_shards, data
         assert travel[-1] == num_shards - 1
         gaps = [b - a for a, b in itertools.pairwise([-1, *travel])]
         assert max(gaps) - min(gaps) <= 1
+
+
+# Frozen shards
+
+
+@quick
+@given(shapes_with_costs(frozen_shapes))
+def test_frozen_shards_go_forward_only_and_move_and_hold_no_more(case):
+    shape, costs = case
+    costs = freezing(shape, costs)
+    found = shape.check(costs)
+    units = [action for action in shape.program if action.op is not Op.F and is_unit(action)]
+    assert min(action.shard for action in units if action.op is not Op.SYNC) == shape.frozen
+    forwards = Counter(a.shard for a in shape.program if a.op is Op.F)
+    assert all(forwards[shard] == shape.micro_batches for shard in range(shape.frozen))
+    assert found.peak_bytes <= found.held_bytes + found.unit_bytes
+
+    # of several micro-batches a shard may stay from its backward to the next one's forward
+    one, back = (dataclasses.replace(shape, micro_batches=1, frozen=n) for n in (shape.frozen, 0))
+    assert one.check(costs).up_bytes <= back.check(costs).up_bytes
+    assert one.check(costs).down_bytes <= back.check(costs).down_bytes
+
+
+@quick
+@given(frozen_shapes)
+def test_frozen_shards_change_no_weight_behind_them(shape):
+    shape = dataclasses.replace(shape, clip=False)  # whose norm is of all gradients
+    unfrozen = dataclasses.replace(shape, frozen=0)
+    one, other = (_Paper(s).run(s.program) for s in (shape, unfrozen))
+    behind = [(s, part) for s in range(shape.frozen, shape.num_shards) for part in RESIDENT[0]]
+    assert [repr(one[key]) for key in behind] == [repr(other[key]) for key in behind]
+    assert [one[s, Part.PARAM] for s in range(shape.frozen)] == [
+        (Part.PARAM, s) for s in range(shape.frozen)
+    ]
+
+
+@quick
+@given(frozen_shapes)
+def test_with_frozen_shards_too_a_group_of_unknown_size_is_micros_and_a_finish(shape):
+    costs = freezing(shape, simple_costs(shape.num_shards))
+    micros = [shape.route.micro(micro) for micro in range(shape.micro_batches)]
+    whole = single(a for p in [*micros, shape.route.finish(shape.clip)] for a in p)
+    check(whole, costs, start=shape.kept, end=shape.kept)
+    assert result_of(whole, shape) == result_of(shape.program, shape)
+    check(shape.route.evaluation(), costs, start=shape.kept, end=shape.kept)
+
+
+@settings(max_examples=30, deadline=None)
+@given(small_frozen_shapes)
+def test_a_program_with_frozen_shards_without_one_action_is_refused(shape):
+    costs = freezing(shape, simple_costs(shape.num_shards))
+    actions = shape.program.devices[0]
+    for index, action in enumerate(actions):
+        if action.op is Op.SYNC or (action.op is Op.B and shape.frozen == shape.num_shards - 1):
+            continue
+        without = single(actions[:index] + actions[index + 1 :])
+        with pytest.raises(ProgramError):
+            check(without, costs, start=shape.kept, end=shape.kept)
+
+
+@quick
+@given(frozen_shapes)
+def test_that_nothing_goes_backward_through_a_shard_that_is_trained_is_refused(shape):
+    with pytest.raises(ProgramError):
+        shape.check(simple_costs(shape.num_shards))
 
 
 @quick
@@ -630,7 +709,7 @@ def test_what_was_saved_has_left_before_it_comes_back_and_two_at_most_are_on_the
 @st.composite
 def shapes_that_hold_activations_alone(draw):
     """Bytes of inputs and of what is saved, and nothing else; outputs may be saved too."""
-    shape = draw(shapes)
+    shape = draw(st.one_of(shapes, frozen_shapes))
     names = [f.name for f in dataclasses.fields(ShardSpec) if f.name.endswith("_bytes")]
     shards = []
     for index in range(shape.num_shards):
@@ -646,7 +725,7 @@ def shapes_that_hold_activations_alone(draw):
             before = shards[-1].saved_output_bytes
             numbers["boundary_bytes"] = numbers["private_bytes"] = before + more
         shards.append(ShardSpec(index=index, layers=(index, index + 1), **numbers))
-    return shape, {0: JobCosts(shards=tuple(shards))}
+    return shape, freezing(shape, {0: JobCosts(shards=tuple(shards))})
 
 
 class _Storages:
@@ -670,6 +749,8 @@ class _Storages:
         part = lone_part(action)
         if action.op is Op.F:
             self.forward(action, shard)
+            if shard.frozen:
+                self.holders.pop(("boundary", *key), None)
         elif action.op is Op.B:
             for kind in ("saved", "boundary"):
                 self.holders.pop((kind, *key), None)

@@ -400,7 +400,8 @@ def _explain_job(job: Job, like: int) -> list[str]:
             part = "state" if shard in kept_weights(job.technique) else "parameters"
             size = format_bytes(Bytes(num_bytes))
             lines.append(f"    {size} of the {part} of shard {shard} stay there too")
-        if turned := turned_shards(job.technique, len(shards)):
+        turned = [s for s in turned_shards(job.technique, len(shards)) if not shards[s].frozen]
+        if turned:
             names = ", ".join(map(str, turned))
             stay = counted(len(turned), "more stays", "more stay")
             lines.append(f"    {stay} from forward to backward: {names}")
@@ -511,12 +512,12 @@ def _explain_replicas(job: Job, technique: DataParallel) -> str:
 
 def _explain_shard(shard: ShardSpec, name: str = "shard") -> str:
     first, stop = shard.layers
+    backward = f"inside a backward {format_bytes(shard.backward_peak_bytes)}"
     return (
         f"{name} {shard.index}: layers {first}..{stop - 1}, parameters "
         f"{format_bytes(shard.parameter_bytes)}, state {format_bytes(shard.state_bytes)}, "
         f"input {format_bytes(shard.boundary_bytes)}, inside a forward "
-        f"{format_bytes(shard.forward_peak_bytes)}, inside a backward "
-        f"{format_bytes(shard.backward_peak_bytes)}"
+        f"{format_bytes(shard.forward_peak_bytes)}, {'frozen' if shard.frozen else backward}"
     )
 
 

@@ -215,6 +215,7 @@ class LayerMeasure:
     cut_after: bool = True  # may a shard end here?
     reason: str = ""  # why not
     gradient_bytes: Bytes | None = None  # of those that are trained; None: as the parameters
+    frozen: bool = False  # nothing in it or before it is trained: no backward comes to it
     narrow: Narrow | None = None
     halves: Halves | None = None  # where they were measured
 
@@ -239,7 +240,8 @@ class ShardSpec:
     backward in two, None where that was not measured. ``step_chunks`` are the bytes of its
     parameters that a step on the host takes at a time, () where it takes all at once.
     ``workspace_bytes`` of a unit's peak, at most, are scratch memory of its kernels, as far as the
-    device's allocator tells it.
+    device's allocator tells it. Nothing goes backward through one that is ``frozen``: nothing in
+    it or before it is trained.
     """
 
     index: int
@@ -269,6 +271,7 @@ class ShardSpec:
     step_chunks: tuple[Bytes, ...] = ()
     halves: Halves | None = None
     workspace_bytes: Bytes = NO_BYTES
+    frozen: bool = False
 
     @property
     def step_bytes(self) -> Bytes:

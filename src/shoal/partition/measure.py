@@ -118,6 +118,7 @@ def measure_layers(
             private_bytes=Bytes(cost.private_bytes),
             stash_bytes=Bytes(cost.stash_bytes),
             gradient_bytes=_gradient_bytes(chain, chain.parameters_of(layer)),
+            frozen=layer < trained_from(chain),
             narrow=narrows[layer],
             halves=cost.halves,
         )
@@ -177,6 +178,7 @@ def measure_shards(
                 narrow=narrows[index],
                 halves=cost.halves,
                 workspace_bytes=Bytes(cost.scratch_bytes),
+                frozen=span[1] <= trained_from(chain),
             )
         )
     return tuple(specs)
@@ -217,6 +219,21 @@ def _measure_narrow(
             for span, cost in zip(ranges, costs, strict=True)
             for owned in [[n for layer in range(*span) for n in chain.parameters_of(layer)]]
         ]
+
+
+def trained_from(chain: Chain) -> int:
+    """The first layer that a backward comes to, where those before it have frozen parameters.
+
+    What only shapes or scales a batch is not called frozen.
+    """
+    needing = min((wire.layer for wire in chain.record.needs_grad), default=chain.num_layers)
+    found = False
+    for layer in range(needing):
+        names = (*chain.parameters_of(layer), *chain.borrowed_by(layer))
+        if any(chain.model.get_parameter(name).requires_grad for name in names):
+            return layer if found else 0
+        found |= bool(names)
+    return needing if found else 0
 
 
 def _gradient_bytes(chain: Chain, owned: Iterable[str]) -> Bytes:

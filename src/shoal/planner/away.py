@@ -30,12 +30,16 @@ CHEAP = 1 / 4
 """Of the bytes a second that most shards take, so few are always worth it."""
 
 
+FROZEN = "nothing goes backward through it: no layer up to its end is trained"
+"""Why a shard has nothing to keep, or to move."""
+
+
 def movable_shards(shards: Sequence[ShardSpec], technique: Spilled) -> tuple[int, ...]:
     """Shards that recompute, and whose forward could have what it saved wait on the host."""
     keeps = technique.keep_activations or ()
     return tuple(
         shard
-        for shard in route_of(technique, len(shards)).may_spill
+        for shard in route_of(technique, shards).may_spill
         if shard not in keeps and can_move(shards[shard])
     )
 
@@ -83,8 +87,8 @@ def with_none_recomputed(room: Room, kept: Option) -> Option | None:
     stays, moves = set(resolved.keep_activations or ()), set(resolved.spill_activations or ())
     is_open = room.technique.spill_activations is None
     able = set(movable_shards(shards, resolved)) if is_open else moves
-    rest = set(range(len(shards) - 1)) - stays
-    may_stay = route_of(resolved, len(shards)).may_save
+    rest = {s.index for s in shards[:-1] if not s.frozen} - stays
+    may_stay = route_of(resolved, shards).may_save
     stays |= {s for s in rest - able if s in may_stay and shards[s].saved_bytes is not None}
     none = replace(
         resolved,

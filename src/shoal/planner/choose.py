@@ -29,7 +29,7 @@ from shoal.planner.keep import ALIKE, keep_best
 from shoal.planner.need import Request, goes_by_batch, place_asked, transfer_of
 from shoal.planner.paper import Cutting, Paper, weight
 from shoal.planner.price import Speeds
-from shoal.spill.generate import route_of
+from shoal.spill.generate import route_with
 
 Priced = tuple[Seconds, Cutting]
 """A choice, and about what a step with it costs."""
@@ -233,7 +233,7 @@ def _settings(
 
 def _can_save(technique: Spilled) -> bool:
     named = technique.keep_activations or ()
-    return not named or set(named) <= set(route_of(technique, technique.shards or 0).may_save)
+    return not named or set(named) <= set(route_with(technique, technique.shards or 0).may_save)
 
 
 def _all_settings(

@@ -144,7 +144,7 @@ def savers(shards: Sequence[ShardSpec], technique: Spilled) -> list[int]:
     moved = technique.spill_activations or ()
     able = [
         s
-        for s in route_of(technique, len(shards)).may_save
+        for s in route_of(technique, shards).may_save
         if shards[s].saved_bytes is not None and s not in moved
     ]
 

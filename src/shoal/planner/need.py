@@ -93,7 +93,7 @@ class Need:
 
 
 def programs(
-    shards: int, technique: Technique, request: Request, lent: tuple[int, ...] = ()
+    shards: Sequence[ShardSpec], technique: Technique, request: Request, lent: tuple[int, ...] = ()
 ) -> tuple[Program, ...]:
     """The programs a job runs: a step, and an evaluation. ``lent``: see ``spilled_step``."""
     if not isinstance(technique, Spilled):
@@ -116,7 +116,7 @@ def waiting_input_bytes(
 ) -> Bytes:
     """Of that the inputs of shards."""
     at_once = micro_batches if technique.order == "shard" else 1
-    away = generate.route_of(technique, len(shards)).away
+    away = generate.route_of(technique, shards).away
     return Bytes(at_once * sum(shards[shard].private_bytes for shard in away))
 
 
@@ -142,7 +142,7 @@ def footprints(
     If it ``records``, forwards of a training batch too, which run as an evaluation's.
     """
     here = kept(kept_shards(technique), kept_weights(technique), kept_heads(technique))
-    step, evaluation = programs(len(shards), technique, request, lent)
+    step, evaluation = programs(shards, technique, request, lent)
     shards = as_they_travel(shards, technique)
     training = {0: JobCosts(shards=shards, batch_bytes=batch)}
     scale = 1.0 if isinstance(technique, Resident) else valid_scale  # that one was measured

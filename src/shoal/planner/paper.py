@@ -233,6 +233,9 @@ def _least_outside(
     waits = technique.boundaries == "host"
     most = inputs = 0
     for shard, behind in itertools.zip_longest(shards, shards[1:]):
+        if shard.frozen:
+            inputs += at_once * (shard.boundary_bytes - shard.private_bytes)
+            continue
         stored = behind.gradient_bytes if behind is not None and in_flight else 0
         left = batch if shard.index else 0  # the first shard's backward is the last to read it
         most = max(most, left + inputs + shard.gradient_bytes + stored)
@@ -252,8 +255,10 @@ def _least_inside(
     waits, at_once = technique.boundaries == "host", _at_once(technique, request)
     most = inputs = 0
     for shard in shards:
-        inputs += at_once * (shard.boundary_bytes - (shard.private_bytes if waits else 0))
-        most = max(most, batch + inputs + shard.backward_peak_bytes)
+        leaves = waits or shard.frozen
+        inputs += at_once * (shard.boundary_bytes - (shard.private_bytes if leaves else 0))
+        if not shard.frozen:
+            most = max(most, batch + inputs + shard.backward_peak_bytes)
     return most
 
 

@@ -46,6 +46,7 @@ def predict_shard(layers: Sequence[LayerMeasure], index: int, start: int, stop: 
         forward_s=Seconds(sum(c.forward_s for c in chosen)),
         backward_s=Seconds(sum(c.backward_s for c in chosen)),
         step_s=Seconds(sum(c.step_s for c in chosen)),
+        frozen=chosen[-1].frozen,
         narrow=_narrow_shard([layer.narrow for layer in chosen]),
     )
 

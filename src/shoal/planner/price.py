@@ -120,7 +120,7 @@ def run_of(
     speeds: Speeds,
 ) -> Run:
     """A step of a trial, to be replayed with what it takes."""
-    step, _ = programs(len(shards), technique, request)
+    step, _ = programs(shards, technique, request)
     costs = JobCosts(
         shards=tuple(
             _stepped(shard, technique, speeds) for shard in as_they_travel(shards, technique)

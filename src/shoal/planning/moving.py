@@ -8,7 +8,7 @@ from shoal.core.errors import PlanError
 from shoal.core.spec import ShardSpec, TrialSpec
 from shoal.core.technique import Spilled, has_split_master, travels_narrow
 from shoal.core.units import Bytes, Seconds, counted, format_bytes, format_seconds
-from shoal.planner.away import can_move
+from shoal.planner.away import FROZEN, can_move
 from shoal.planner.need import moved_saved_bytes
 from shoal.spill.generate import route_of
 
@@ -21,7 +21,7 @@ def why_moved(
     ``without_s`` is what a step takes where those that move would recompute too.
     """
     keep, move = len(technique.keep_activations or ()), len(technique.spill_activations or ())
-    again = len(shards) - 1 - keep - move
+    again = len(shards) - 1 - keep - move - sum(shard.frozen for shard in shards)
     return (
         f"what the forward of {counted(move, 'shard')} saved waits on the host, "
         f"{format_bytes(moved_saved_bytes(shards, technique))} each way a micro-batch; "
@@ -38,7 +38,7 @@ def refuse_moved(trial: TrialSpec, shards: Sequence[ShardSpec], technique: Spill
         PlanError: what a named shard saves cannot leave, or no forward shall run again and one
             has to; says why.
     """
-    able = route_of(technique, len(shards)).may_spill
+    able = route_of(technique, shards).may_spill
     for shard in technique.spill_activations or ():
         if shard not in able or not can_move(shards[shard]):
             raise PlanError(
@@ -47,7 +47,7 @@ def refuse_moved(trial: TrialSpec, shards: Sequence[ShardSpec], technique: Spill
                 f"{_why_not(shards[shard], technique, shard in able)}. Leave it out of "
                 "spill_activations=."
             )
-    stuck = [shard.index for shard in shards[:-1] if shard.saved_bytes is None]
+    stuck = [s.index for s in shards[:-1] if s.saved_bytes is None and not s.frozen]
     if technique.recompute is False and (stuck or technique.order == "shard"):
         why = "with order='shard' its forward of the next micro-batch comes before its backward"
         if stuck:
@@ -61,6 +61,8 @@ def refuse_moved(trial: TrialSpec, shards: Sequence[ShardSpec], technique: Spill
 def _why_not(shard: ShardSpec, technique: Spilled, is_able: bool) -> str:
     if technique.order == "shard":
         return "its forward of the next micro-batch comes before the backward of this one"
+    if shard.frozen:
+        return FROZEN
     if not is_able:
         return "its backward comes too soon after its forward"
     if shard.saved_bytes is not None:

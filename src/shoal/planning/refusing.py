@@ -18,6 +18,7 @@ from shoal.core.technique import (
 )
 from shoal.core.units import Bytes, counted, format_bytes, format_enough
 from shoal.memory.layout import head_sizes, lenders, state_of
+from shoal.planner.away import FROZEN
 from shoal.planner.choose import may_go_by_shard
 from shoal.planner.need import Need, Request, goes_by_batch
 from shoal.runtime.messages import Measured
@@ -212,7 +213,7 @@ def refuse_head(trial: TrialSpec, exact: Measured, technique: Spilled) -> None:
 def refuse_activations(trial: TrialSpec, exact: Measured, technique: Spilled) -> None:
     """Raises PlanError where a shard is to keep its activations that has to recompute."""
     shards = exact.measure.shards
-    stays = route_of(technique, len(shards)).may_save
+    stays = route_of(technique, shards).may_save
     for shard in technique.keep_activations or ():
         if shard in stays and shards[shard].saved_bytes is not None:
             continue
@@ -220,7 +221,9 @@ def refuse_activations(trial: TrialSpec, exact: Measured, technique: Spilled) ->
             "its parameters are not on the device from its forward to its backward",
             ", or name it in keep= or keep_weights= too",
         )
-        if shard == len(shards) - 1:
+        if shards[shard].frozen:
+            why, way_out = FROZEN, ""
+        elif shard == len(shards) - 1:
             why, way_out = "the last shard's forward and backward are one unit anyway", ""
         elif technique.order == "shard":
             why = "its forward of the next micro-batch comes before the backward of this one"

@@ -322,6 +322,7 @@ def with_shards(
             step_peak_bytes=alone.step_peak_bytes,  # one trial after the other
             step_s=Seconds(width * alone.step_s),
             step_chunks=(alone.owned_bytes,) * width,
+            frozen=alone.frozen,
         )
         for shard, segments, alone in zip(shards, rows.shards, exact.measure.shards, strict=True)
     ]

@@ -111,7 +111,8 @@ def _leftovers(
 ) -> Iterator[tuple[int, int, str]]:
     """What a program must not leave behind: device, action and complaint."""
     for (device, made), maker in world.tensors.items():
-        user = "F" if made.kind == "boundary" and made.trial not in world.has_backward else "B"
+        forward = made.trial not in world.has_backward or made[1:3] in world.onward
+        user = "F" if made.kind == "boundary" and forward else "B"
         unit = f"{user} s{made.shard - (made.kind == 'carry')} m{made.micro}"
         unit += " saved" * (made.kind == "saved")
         index = program.devices[device].index(maker)

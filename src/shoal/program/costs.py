@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import inf
 
@@ -136,3 +136,18 @@ def action_seconds(action: Action, costs: JobCosts) -> Seconds:
     if action.op in speeds:
         return Seconds(moved_bytes(action, shard) / speeds[action.op])
     return NO_TIME
+
+
+def onward(actions: Iterable[Action], costs: Costs) -> set[tuple[int, int]]:
+    """Trials and their frozen shards that go forward only, where the trial goes backward."""
+    forward, backward = set[tuple[int, int]](), set[tuple[int, int]]()
+    for action in actions:
+        if action.op is Op.F:
+            forward.add((action.trial, action.shard))
+        elif action.op in (Op.B, Op.I):
+            backward.add((action.trial, action.shard))
+    training = {trial for trial, _ in backward}
+    frozen = {
+        (trial, shard.index) for trial in costs for shard in costs[trial].shards if shard.frozen
+    }
+    return {key for key in (forward - backward) & frozen if key[0] in training}

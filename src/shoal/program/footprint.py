@@ -7,8 +7,10 @@
     own         parameters loaded into memory of their own, from the LOAD until the DROP
     batch       from the first to the last unit of its micro-batch on this device
     boundaries  into shard s: from F(s - 1) or RECV until B(s) or SEND; in a program
-                without backward until F(s); less what of it waits on the host, from its DROP,
-                or rather the unit that waits for its STORE, until its LOAD
+                without backward until F(s); of a shard that nothing goes backward through, what
+                no other shard reads until F(s), and the rest until the micro-batch's last B;
+                less what of it waits on the host, from its DROP, or rather the unit that waits
+                for its STORE, until its LOAD
     saved       by F(s) with gradients, until its B(s) or I(s); where that is the boundary into
                 s + 1 too, it is counted here; less what of it waits on the host, likewise
     half        by I(s), until W(s): what it left, the message with the boundary, and that with the
@@ -26,7 +28,7 @@ from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from shoal.core.units import Bytes
-from shoal.program.costs import Costs, moved_bytes, part_bytes, unit_peak_bytes
+from shoal.program.costs import Costs, moved_bytes, onward, part_bytes, unit_peak_bytes
 from shoal.program.ir import Action, Kept, Op, Part, lone_part
 from shoal.program.needs import message_kind
 from shoal.program.slots import (
@@ -100,6 +102,7 @@ class _Memory:
 
     costs: Costs
     has_backward: set[int]  # trials
+    onward: set[ShardKey]  # that nothing goes backward through
     batch_ends: set[int]  # indices of the units that are their micro-batch's last
     waits: Sequence[Sequence[int]]  # per action: the STOREs that are complete when it starts
     loaded: dict[ShardKey, set[Part]] = field(default_factory=dict)
@@ -124,7 +127,7 @@ class _Memory:
         slots: SlotMap,
     ) -> _Memory:
         backward = {action.trial for action in actions if action.op in (Op.B, Op.I)}
-        memory = cls(costs, backward, _batch_ends(actions), slots.waits)
+        memory = cls(costs, backward, onward(actions, costs), _batch_ends(actions), slots.waits)
         memory.late_bytes = slots.num_late * _largest_late(actions, costs)
         for key, parts in tenants_before(actions, start).items():
             memory._stay(key, parts)
@@ -216,15 +219,18 @@ class _Memory:
 
     def _forward(self, action: Action) -> None:
         shard, counted = self.costs[action.trial].shards[action.shard], 0
+        goes_on = (action.trial, action.shard) in self.onward
         if Part.SAVED in action.parts:
             self._take(("saved", *_of(action, action.shard)), shard.saved_bytes or Bytes(0))
             counted = shard.saved_output_bytes
-        elif action.trial in self.has_backward:
+        elif action.trial in self.has_backward and not goes_on:
             self._take(("stash", *_of(action, action.shard)), shard.stash_bytes)
         if action.shard + 1 < len(self.costs[action.trial].shards):
             self._take_boundary(action, action.shard + 1, counted)
         if action.trial not in self.has_backward:
             self._give(("boundary", *_of(action, action.shard)))
+        elif goes_on and action.shard:  # what later shards read of it stays
+            self._resize(("boundary", *_of(action, action.shard)), -shard.private_bytes)
 
     def _backward(self, action: Action) -> None:
         self._give(("saved", *_of(action, action.shard)))
@@ -267,7 +273,10 @@ class _Memory:
         self._give(("boundary", *_of(action, action.shard)))
         self._give(("stash", *_of(action, action.shard)))
         self._give(("carry", *_of(action, action.shard + 1)))
-        if action.shard:
+        if (action.trial, action.shard - 1) in self.onward:
+            for shard in range(1, action.shard):
+                self._give(("boundary", *_of(action, shard)))
+        elif action.shard:
             self._take_carry(action, action.shard)
 
     def _take_gradient(self, action: Action) -> None:

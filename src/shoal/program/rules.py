@@ -232,7 +232,7 @@ def _version(world: World, action: Action) -> Iterator[str]:
 def _forward(world: World, device: int, action: Action) -> Iterator[str]:
     if action.trial in world.has_backward and world.is_last(action):
         yield "the last shard has no F in training: its B runs the first forward. Remove the F."
-    if SAVED in action.parts and action.trial not in world.has_backward:
+    if SAVED in action.parts and not world.goes_back(action):
         yield "nothing goes backwards here. Remove the part."
     yield from _unit(world, device, action)
 
@@ -517,7 +517,7 @@ def _apply_lone(world: World, device: int, action: Action, part: Part) -> None:
 
 def _apply_unit(world: World, device: int, action: Action) -> None:
     world.units[action.op, action.trial, action.shard, action.micro] = action.version
-    if action.op in BACKWARDS or action.trial not in world.has_backward:
+    if action.op in BACKWARDS or not world.goes_back(action):
         for used in world.inputs(action):
             del world.tensors[device, used]
             world.away.pop(used, None)
@@ -528,7 +528,7 @@ def _apply_unit(world: World, device: int, action: Action) -> None:
             world.saved_by(device, action).add(action.micro)
             world.tensors[device, tensor("saved", action, action.shard)] = action
         return
-    if action.shard:
+    if action.shard and (action.trial, action.shard - 1) not in world.onward:
         world.tensors[device, tensor("carry", action, action.shard)] = action
     if action.op is Op.I:
         world.saved_by(device, action).add(action.micro)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
-from shoal.program.costs import Costs
+from shoal.program.costs import Costs, onward
 from shoal.program.ir import Action, Kept, Op, Part, Program
 from shoal.program.needs import message_kind
 from shoal.program.slots import tenants_before
@@ -73,6 +73,7 @@ class World:
     kept_versions: int
     num_devices: int
     has_backward: set[int]  # trials
+    onward: set[tuple[int, int]]  # (trial, shard) that nothing goes backward through
     has_sync: set[int]  # trials
     backwards_left: Counter[tuple[int, int, int]]  # (trial, shard, group)
     ends: tuple[int, ...] = ()  # of the groups, in micro-batches; () if versions say it all
@@ -109,6 +110,7 @@ class World:
             versions,
             len(program.devices),
             {action.trial for action in program if action.op in BACKWARDS},
+            onward(program, costs),
             {action.trial for action in program if action.op is Op.SYNC},
             Counter(),
             tuple(accumulate(groups)),
@@ -156,6 +158,11 @@ class World:
 
     def home(self, trial: int, shard: int) -> Home:
         return self.homes.setdefault((trial, shard), Home(version=self.begun))
+
+    def goes_back(self, action: Action) -> bool:
+        """Whether something goes backward through the action's shard."""
+        key = action.trial, action.shard
+        return action.trial in self.has_backward and key not in self.onward
 
     def is_last(self, action: Action) -> bool:
         return action.shard == len(self.costs[action.trial].shards) - 1

@@ -136,7 +136,7 @@ class Compute:
             session.note_loss(loss)
         if micro.losses is not None:
             session.note_losses(micro.losses)
-        if shard == 0:
+        if shard == session.units.frozen:
             del task.micros[action.micro or 0]
 
     def norms_of(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:

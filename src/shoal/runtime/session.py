@@ -198,7 +198,7 @@ class Session:
                 return self.captures.units(self.model, self.recipe)
             return ResidentUnits(self.model, self.recipe, self.device)
         spans = [shard.layers for shard in self.job.shards]
-        route = route_of(technique, len(spans), lenders(self.layout))
+        route = route_of(technique, self.job.shards, lenders(self.layout))
         uses = UseWatch(narrow) if (narrow := self._narrow()) else None
         units = ChainUnits(self._chain(), self.recipe, spans, self.device, route, uses)
         if self.job.foretells and self._by_shard:

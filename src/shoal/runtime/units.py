@@ -80,6 +80,8 @@ class Units(Protocol):
     """How a technique computes."""
 
     num_shards: int
+    frozen: int
+    """So many of the first shards have a forward alone in a step."""
 
     def written(self, shard: int) -> Sequence[str]:
         """Parameters that a forward of the shard itself changes (an embedding's max_norm)."""
@@ -118,7 +120,7 @@ class Units(Protocol):
 class ResidentUnits:
     """The whole module in one unit, as a plain loop runs it."""
 
-    num_shards = 1
+    num_shards, frozen = 1, 0
 
     def __init__(self, model: nn.Module, recipe: Recipe, device: torch.device) -> None:
         self._model, self._recipe = model, recipe
@@ -212,7 +214,7 @@ class ChainUnits:
         self._uses = uses  # of narrow weights
         self.chain, self._recipe, self._device = chain, recipe, device
         self._spans, self._route = spans, route
-        self.num_shards = len(spans)
+        self.num_shards, self.frozen = len(spans), route.frozen
         self._written = [
             [name for layer in range(*span) for name in chain.written_parameters(layer)]
             for span in spans
@@ -266,13 +268,14 @@ class ChainUnits:
             self._forward_and_hold(shard, micro)
             return None
         start, stop = self._spans[shard]
+        goes_back = self.chain.model.training and shard >= self.frozen
         with self._drawing(micro):
-            if self.chain.model.training:
+            if goes_back:
                 micro.rng[shard] = capture_rng(self._device)
                 micro.buffers[shard] = read_buffers(self.chain.model, self._buffers[shard])
                 micro.written[shard] = self._read_written(shard)
             micro.wires |= run_forward(self.chain, micro.context, start, stop, micro.wires)
-        if not self.chain.model.training:
+        if not goes_back:
             self._keep(micro, [stop])
         return None
 
@@ -386,7 +389,7 @@ class ChainUnits:
 
     def _hand_on(self, shard: int, micro: Micro, result: BackwardResult) -> None:
         micro.grads, micro.tied = dict(result.grads), dict(result.tied)
-        self._keep(micro, [first for first, _ in self._spans[1:shard]])
+        self._keep(micro, [first for first, _ in self._spans[max(1, self.frozen) : shard]])
 
     def _keep(self, micro: Micro, boundaries: Iterable[int]) -> None:
         """Forget the wires that no shard starting at one of ``boundaries`` reads."""

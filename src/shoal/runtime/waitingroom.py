@@ -86,7 +86,7 @@ def planned_places(job: Job) -> dict[Hashable, int]:
     technique, shards = job.technique, job.shards
     if not isinstance(technique, Spilled) or job.array is not None:
         return {}
-    away = generate.route_of(technique, len(shards)).away
+    away = generate.route_of(technique, shards).away
     at_once = job.micro_batches if technique.order == "shard" else 1
     sizes = {
         input_of(shard, micro): shards[shard].private_bytes + WIRES * ALIGNED

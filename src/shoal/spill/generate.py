@@ -22,6 +22,12 @@ Belady's rule would decide it:
                    yet, so there is room for the parameters of a few more, in memory of their own
                    from forward to backward
 
+[Note: frozen shards]
+Before the first shard that has anything to train nothing goes backward: those shards have a
+forward and no more. Their parameters come once a micro-batch, nothing of them is saved or run
+again, and they do not step. A frozen backbone is such a run of shards, and only where frozen
+layers come first: a frozen one behind a trained one hands gradients on.
+
 [Note: which loop is outside]
 The plain loop takes one micro-batch after the other through the whole model. Where that is
 quicker, or asked for, every shard takes all of them while it is here, and a load is paid once a
@@ -69,7 +75,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from shoal.core.spec import Order, Place
+from shoal.core.spec import Order, Place, ShardSpec
 from shoal.core.technique import (
     Spilled,
     kept_shards,
@@ -137,6 +143,7 @@ class Route:
     own; if these are all that travel, there are no slots, nor in an evaluation. Of those in
     ``waits`` the gradients stay until the step, where that is on the device. Of those in ``late``,
     which are among ``weights``, the state comes into late slots also where nothing is clipped.
+    Of the first ``frozen`` shards the forward is all: nothing is trained in them, or before them.
     """
 
     num_shards: int
@@ -153,6 +160,7 @@ class Route:
     turn: tuple[int, ...] = ()
     waits: tuple[int, ...] = ()
     late: tuple[int, ...] = ()
+    frozen: int = 0
 
     def __post_init__(self) -> None:
         assert not set(self.spills) & set(self.saves)
@@ -181,6 +189,11 @@ class Route:
         return _evaluation(self)
 
     @property
+    def trained(self) -> range:
+        """Shards that something goes backward through, and that step."""
+        return range(self.frozen, self.num_shards)
+
+    @property
     def has_slots(self) -> bool:
         """Whether any shard that travels is loaded into a slot."""
         return len(self.turn) < self.num_shards - len(self.keep)
@@ -190,7 +203,7 @@ class Route:
         """Shards whose input waits on the host, where that frees memory before it comes back."""
         if self.boundaries == "device":
             return ()
-        away = range(1, self.num_shards - 2 - self.lookahead)
+        away = range(max(1, self.frozen), self.num_shards - 2 - self.lookahead)
         return tuple(shard for shard in away if shard not in self.saves)
 
     @property
@@ -200,12 +213,12 @@ class Route:
             return ()
         turn = range(self.num_shards - 1 - self.lookahead, self.num_shards - 1)
         stay = {*self.keep, *self.weights, *turn, *self.turn}
-        return tuple(shard for shard in sorted(stay) if 0 <= shard < self.num_shards - 1)
+        return tuple(s for s in sorted(stay) if self.frozen <= s < self.num_shards - 1)
 
     @property
     def may_spill(self) -> tuple[int, ...]:
         """Shards for which what their forward saved is gone some time before it has to be back."""
-        return () if self.order == "shard" else tuple(range(self.num_shards - 2))
+        return () if self.order == "shard" else tuple(range(self.frozen, self.num_shards - 2))
 
     def gap(self, shard: int) -> int:
         """Units in which the copy of what a forward saved may hide, each way."""
@@ -215,8 +228,15 @@ class Route:
         return max(1, min(gap, self.num_shards - 2 - shard))  # it must have left before it returns
 
 
-def route_of(technique: Spilled, num_shards: int, lent: tuple[int, ...] = ()) -> Route:
-    """The route of a technique that leaves nothing open."""
+def route_of(technique: Spilled, shards: Sequence[ShardSpec], lent: tuple[int, ...] = ()) -> Route:
+    """The route of these shards by a technique that leaves nothing open."""
+    return route_with(technique, len(shards), lent, sum(shard.frozen for shard in shards))
+
+
+def route_with(
+    technique: Spilled, num_shards: int, lent: tuple[int, ...] = (), frozen: int = 0
+) -> Route:
+    """The same of so many shards, the first ``frozen`` of which are."""
     assert technique.optimizer is not None
     assert technique.lookahead is not None
     return Route(
@@ -234,6 +254,7 @@ def route_of(technique: Spilled, num_shards: int, lent: tuple[int, ...] = ()) ->
         turn=turned_shards(technique, num_shards),
         waits=waiting_gradients(technique, num_shards),
         late=late_shards(technique),
+        frozen=frozen,
     )
 
 
@@ -244,7 +265,7 @@ def _step(route: Route, micro_batches: int, clip: bool) -> Program:
     all_ = tuple(range(micro_batches))
     for micros in [all_] if route.order == "shard" else [(micro,) for micro in all_]:
         units += [shape.forward(shard, micros) for shard in range(route.num_shards - 1)]
-        for shard in reversed(range(route.num_shards)):
+        for shard in reversed(route.trained):
             if micros[-1] == all_[-1] and not clip:
                 units += shape.backward_and_step(shard, micros)
             else:
@@ -259,7 +280,7 @@ def _step(route: Route, micro_batches: int, clip: bool) -> Program:
 def _micro(route: Route, micro: int) -> Program:
     shape = Shape(replace(route, optimizer="device", turn=()))
     units = [shape.forward(shard, (micro,)) for shard in range(route.num_shards - 1)]
-    units += [shape.backward(shard, (micro,)) for shard in reversed(range(route.num_shards))]
+    units += [shape.backward(shard, (micro,)) for shard in reversed(route.trained)]
     return single(in_order(units, route))
 
 
@@ -361,7 +382,7 @@ class Shape:
         Those of shards whose gradients take room come first. With clipping nothing is left then
         of what a backward needs, so what a step needs besides parameters comes into late slots.
         """
-        here = range(self.route.num_shards) if shards is None else shards
+        here = self.route.trained if shards is None else shards
         first = (*self.route.keep, *(s for s in self.route.waits if s not in self.route.keep))
         first = tuple(shard for shard in first if shard in here)
         last = [shard for shard in here if shard not in first]

@@ -18,7 +18,7 @@ from shoal.planner.paper import _least_outside
 from shoal.planner.predict import predict_shards
 from shoal.planner.price import Speeds, price
 from shoal.planner.room import Room
-from shoal.spill.generate import kept_of, route_of
+from shoal.spill.generate import kept_of, route_with
 from shoal.testing import make_layer, make_measure
 
 MIB = 2**20
@@ -193,7 +193,7 @@ def test_activations_stay_where_there_is_room():
     found = with_seconds(measure(24))
     technique = divided(found, 0.7 * state_of(found))
     assert technique.keep_activations
-    stay = route_of(technique, technique.shards).may_save
+    stay = route_with(technique, technique.shards).may_save
     assert set(technique.keep_activations) <= set(stay)
 
 

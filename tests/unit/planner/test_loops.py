@@ -240,7 +240,7 @@ def test_where_each_batch_is_a_program_nothing_waits_over_a_turn_it_does_not_hav
         room = replace(room_of(found, asked, budget, choice), technique=technique)
         kept = keep_best(room, SLOW)[0]
         assert kept.keep_turn == 0
-        route = route_of(kept, len(room.shards))
+        route = route_of(kept, room.shards)
         start = kept_on_device(
             kept_shards(kept), kept_weights(kept), kept_heads(kept)
         )  # what is there

@@ -116,7 +116,7 @@ class OddSlots:
                 if held is not None:
                     grad = held.add_(grad.to(held.device))
                 sums[name] = grad if is_last else grad.to(HOST)
-        if shard == 0:
+        if shard == self._route.frozen:
             self._end(slot)
         return None if loss is None else float(loss.detach())
 

@@ -184,7 +184,7 @@ class SpilledArray:
             backend,
             self._chain,
             [shard.layers for shard in self._job.shards],
-            route_of(self._technique, len(self._job.shards), lenders(self._layout)),
+            route_of(self._technique, self._job.shards, lenders(self._layout)),
             lambda batch: layout_of(batch) == self._usual,
         )
         seat = Seat(

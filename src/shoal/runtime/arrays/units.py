@@ -105,7 +105,7 @@ class StackedUnits:
     ) -> None:
         self._crew, self._backend, self._chain = crew, backend, chain
         self._spans, self._route, self._usual = spans, route, usual
-        self.num_shards = len(spans)
+        self.num_shards, self.frozen = len(spans), route.frozen
         self._changing = [
             list(dict.fromkeys(n for layer in range(*span) for n in chain.changing_buffers(layer)))
             for span in spans
@@ -190,7 +190,8 @@ class StackedUnits:
                 result = self._evaluated(micro)
             self._keep_idle(crew, micro, before)
             return result
-        if crew.members[0].module.training:
+        goes_back = crew.members[0].module.training and shard >= self.frozen
+        if goes_back:
             micro.buffers[shard] = before
         start, stop = self._spans[shard]
         layers = [(start, stop)]
@@ -203,7 +204,7 @@ class StackedUnits:
             with torch.set_grad_enabled(in_graphs):
                 inside = self._as_leaves(given) if in_graphs else given
                 new = self._run(micro, first, end, inside, shard)
-            if (states := crew.streams.begun) is not None:
+            if goes_back and (states := crew.streams.begun) is not None:
                 micro.streams.setdefault(shard, states)
             new = {wire: Packed(t.detach(), dim) for wire, (t, dim) in new.items()}
             alive = self._chain.live_wires(end, micro.context)
@@ -211,7 +212,7 @@ class StackedUnits:
         made = {wire: packed for wire, packed in given.items() if wire not in micro.wires}
         self._note(micro, self._outside_parameters(crew, made))
         self._keep_idle(crew, micro, before)
-        if not crew.members[0].module.training:
+        if not goes_back:
             self._keep(micro, [stop])
         return None
 
@@ -327,7 +328,7 @@ class StackedUnits:
         self, shard: int, micro: StackedMicro, entries: Mapping[Wire, Boundary], parts: TiedParts
     ) -> None:
         micro.grads, micro.tied = handed_on(entries), parts.carried
-        self._keep(micro, [first for first, _ in self._spans[1:shard]])
+        self._keep(micro, [first for first, _ in self._spans[max(1, self.frozen) : shard]])
 
     def _entries(
         self, micro: StackedMicro, start: int
