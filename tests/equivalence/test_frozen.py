@@ -46,6 +46,7 @@ WAYS = {
     "gradients": spilled(shards=4, optimizer="device", keep_gradients=2),
     "turn": spilled(shards=4, optimizer="host", keep_turn=2),
     "away": spilled(shards=5, optimizer="host", boundaries="host", lookahead=0),
+    "in turn": spilled(shards=4, optimizer="host", order="shard"),
     "once": spilled(shards=5, optimizer="host", recompute=False),
 }
 
