@@ -420,17 +420,82 @@ def test_data_that_would_change_with_a_trial_is_refused(tmp_path, warm_workers):
         studies.run(shoal.Study("k", recipe, pruner=named, **options), warm_workers)
 
 
-def _late(hp):
-    return populations.nn.Linear(6, 3 + (hp["lr"] == 0.5))
+def _narrows(hp):
+    """What a float may change in a model: its width, or whether there is a layer at all."""
+    kind = populations.nn.Dropout if hp["dropout"] else populations.nn.Identity
+    return populations.nn.Sequential(kind(), populations.nn.Linear(6, int(hp["width"])))
+
+
+@pytest.mark.parametrize(
+    ("width", "words"),
+    [
+        (shoal.uniform(3.0, 4.0), r"if width becomes 4\.0: with 3\.\d+, which trial 0 has, and "),
+        (shoal.uniform(2.0, 3.9), r"if width becomes 2\.0: with 3\.\d+, which trial 0 has, and "),
+    ],
+)
+def test_a_float_that_would_change_shapes_on_the_way_is_refused_before_any_is_measured(
+    width, words, tmp_path, warm_workers
+):
+    recipe = shoal.Recipe(model=_narrows, data=populations.searches.data, loss=_unmeasured)
+    space = {"lr": shoal.log_uniform(1e-4, 1e-1), "width": width}
+    space |= {"dropout": shoal.uniform(0.0, 0.5)}
+    options = {"space": space, "trials": 2, "epochs": 3, "pruner": shoal.PBT(quantile=0.5)}
+    made = (shoal.Study("k", recipe, directory=tmp_path, seed=s, **options) for s in range(99))
+    study = next(s for s in made if {int(t.hp["width"]) for t in s.trials} == {3})
+    shapes = r"that, 'parameter 1.bias' is \(3,\) there and \(\d,\) here\. Leave width out of "
+    with pytest.raises(PlanError, match=words + shapes):
+        studies.run(study, warm_workers)
+    assert not (tmp_path / "k").exists()
+
+
+def test_floats_that_change_shapes_together_are_refused_by_both_names(tmp_path, warm_workers):
+    recipe = shoal.Recipe(
+        model=lambda hp: populations.nn.Linear(6, 3 + (hp["lr"] * hp["other"] > 0.2)),
+        data=populations.searches.data,
+        loss=_unmeasured,
+    )
+    space = {"lr": shoal.uniform(0.1, 0.5), "other": shoal.uniform(0.1, 0.5)}
+    options = {"space": space, "trials": 2, "epochs": 3, "pruner": shoal.PBT(quantile=0.5)}
+    made = (shoal.Study("k", recipe, directory=tmp_path, seed=s, **options) for s in range(99))
+    study = next(s for s in made if all(max(t.hp.values()) < 0.4 for t in s.trials))
+    with pytest.raises(
+        PlanError, match=r"lr becomes 0\.5 and other becomes 0\.5: .*each value of "
+    ):
+        studies.run(study, warm_workers)
+
+
+def test_a_float_that_turns_something_off_at_0_alone_is_no_change(tmp_path, warm_workers):
+    recipe = shoal.Recipe(
+        model=_narrows,
+        data=populations.searches.data,
+        loss=populations.loss,
+        optimizer=lambda named, hp: torch.optim.SGD(
+            [p for _, p in named], hp["lr"], momentum=hp["momentum"]
+        ),
+    )
+    space = {"lr": shoal.log_uniform(1e-4, 1e-1), "momentum": shoal.uniform(0.0, 0.9), "width": 3}
+    space |= {"dropout": shoal.uniform(0.0, 0.5)}
+    study = shoal.Study(
+        *("k", recipe), space=space, trials=2, epochs=3, pruner=shoal.PBT(quantile=0.5),
+        directory=tmp_path,
+    )  # fmt: skip
+    assert len(study.plan(hardware=studies.hardware(1), workers=warm_workers).jobs) == 2
 
 
 def test_a_changed_hyperparameter_that_changes_shapes_fails_its_trial(tmp_path, warm_workers):
-    recipe = shoal.Recipe(model=_late, data=populations.searches.data, loss=populations.loss)
-    pbt = shoal.PBT(quantile=0.5, resample=0.0, perturb=(1000.0,))
-    study = shoal.Study(
-        *("k", recipe), space={"lr": shoal.uniform(0.01, 0.5)}, trials=2, epochs=3, pruner=pbt,
-        directory=tmp_path,
-    )  # fmt: skip
+    """One that does so between the values that are looked at when the study is planned."""
+    later: list[float] = []
+    recipe = shoal.Recipe(
+        model=lambda hp: populations.nn.Linear(6, 3 + (hp["lr"] in later)),
+        data=populations.searches.data,
+        loss=populations.loss,
+    )
+    options = {"trials": 2, "epochs": 3, "directory": tmp_path}
+    options |= {"pruner": shoal.PBT(quantile=0.5, resample=0.0, perturb=(2.0,))}
+    space = {"lr": shoal.uniform(0.01, 0.5)}
+    made = (shoal.Study("k", recipe, space=space, seed=s, **options) for s in range(99))
+    study = next(s for s in made if all(t.hp["lr"] < 0.25 for t in s.trials))
+    later.extend(2 * trial.hp["lr"] for trial in study.trials)
     report = studies.run(study, warm_workers)
     assert sorted(states(report)) == ["FAILED", "FINISHED"]
     (failed,) = (trial for trial in report.trials if trial.error)

@@ -1,9 +1,9 @@
 """Whether trials can go on from each other's states, as those of a population do: before any is
 measured, by what each makes.
 
-What may come of choices and whole numbers on the way is made too, one hyperparameter at a time. A
-float that changes shapes is seen where trials begin with such values; on the way it fails its
-trial.
+What may come of hyperparameters on the way is made too: of choices and whole numbers one at a time,
+and of all floats together the ends and the middle of their ranges. A float that gives other shapes
+only between these is not seen; on the way it fails its trial.
 """
 
 from __future__ import annotations
@@ -17,11 +17,15 @@ from shoal.core.spec import Scalar, TrialSpec
 from shoal.planning.asking import Asking
 from shoal.planning.changing import MOST
 from shoal.runtime.messages import Describe, Described, Made, Noticed
-from shoal.search.space import Choice, Distribution, Integer
+from shoal.search.space import Choice, Distribution, Integer, Uniform
 
 Space = Mapping[str, Distribution]
 _SOME = 8
 """Whole numbers of a wide range that are looked at, but for its upper end."""
+_PLACES = (0.0, 0.5, 1.0)
+_NEAR_ZERO = 1e-6
+"""Where in the ranges of floats is looked; and how far into one that ends at 0, where code may turn
+something off: no value that is multiplied or drawn comes to be 0."""
 
 
 class Member(Protocol):
@@ -46,30 +50,68 @@ def check_members(trials: Sequence[TrialSpec], noticed: Mapping[int, Noticed]) -
 
 
 def check_ways(space: Space, trial: TrialSpec, noticed: Noticed, asking: Asking) -> None:
-    """Refuse a space of which one value changes what a trial makes.
+    """Refuse a space of which a value changes what a trial makes.
 
     Raises:
         PlanError: names the hyperparameter, its two values and what is made with them.
     """
-    for name, value in _ways(space, trial.hp):
-        asked = replace(trial, hp={**trial.hp, name: value})
-        reply = asking.answer(Describe((asked,), shapes=True))
-        other = reply.noticed.get(trial.number) if isinstance(reply, Described) else None
-        if other is not None and (words := difference(noticed.made, other.made)):
-            raise PlanError(
-                f"a trial of this population cannot go on from another's state if {name} becomes "
-                f"{value!r}: with {trial.hp[name]!r}, which trial {trial.number} has, and that, "
-                f"{words}. Leave {name} out of shoal.PBT(vary=...), and run a study for each "
-                "value of it."
-            )
+    for changed in (*_ways(space, trial.hp), *_float_ways(space, trial.hp)):
+        words = _apart_with(changed, trial, noticed, asking)
+        if words == "":
+            continue
+        for name in changed if len(changed) > 1 else ():  # of several floats one may do it
+            alone = {name: changed[name]}
+            if found := _apart_with(alone, trial, noticed, asking):
+                changed, words = alone, found
+                break
+        if words:
+            raise PlanError(_words_of_way(changed, trial, words))
 
 
-def _ways(space: Space, hp: Mapping[str, Scalar]) -> Iterator[tuple[str, Scalar]]:
+def _apart_with(
+    changed: Mapping[str, Scalar], trial: TrialSpec, noticed: Noticed, asking: Asking
+) -> str | None:
+    """What of a trial is made otherwise with some values changed, in words; empty if nothing.
+
+    None where it cannot be built with them.
+    """
+    asked = replace(trial, hp={**trial.hp, **changed})
+    reply = asking.answer(Describe((asked,), shapes=True))
+    other = reply.noticed.get(trial.number) if isinstance(reply, Described) else None
+    return None if other is None else difference(noticed.made, other.made)
+
+
+def _words_of_way(changed: Mapping[str, Scalar], trial: TrialSpec, difference: str) -> str:
+    names = ", ".join(changed)
+    become = " and ".join(f"{name} becomes {value!r}" for name, value in changed.items())
+    own = " and ".join(repr(trial.hp[name]) for name in changed)
+    each = "it" if len(changed) == 1 else "them"
+    return (
+        f"a trial of this population cannot go on from another's state if {become}: with {own}, "
+        f"which trial {trial.number} has, and that, {difference}. Leave {names} out of "
+        f"shoal.PBT(vary=...), and run a study for each value of {each}."
+    )
+
+
+def _ways(space: Space, hp: Mapping[str, Scalar]) -> Iterator[dict[str, Scalar]]:
     """What each hyperparameter may become; of many whole numbers some, the ends among them."""
     for name, entry in space.items():
         for value in _values(entry):
             if name in hp and repr(value) != repr(hp[name]):  # 1 and True are two values
-                yield name, value
+                yield {name: value}
+
+
+def _float_ways(space: Space, hp: Mapping[str, Scalar]) -> Iterator[dict[str, Scalar]]:
+    """What the floats may become, all at once: most change no shape, and a model costs time."""
+    ranges = {n: entry for n, entry in space.items() if isinstance(entry, Uniform) and n in hp}
+    for place in _PLACES if ranges else ():
+        yield {name: _value_at(entry, place) for name, entry in ranges.items()}
+
+
+def _value_at(entry: Uniform, place: float) -> float:
+    ends = {0.0: entry.lo, 1.0: entry.hi}
+    inside = {0.0: _NEAR_ZERO, 1.0: 1 - _NEAR_ZERO}.get(place, place)
+    return ends.get(place) or entry.pick(inside)
 
 
 def _values(entry: Distribution) -> Sequence[Scalar]:
