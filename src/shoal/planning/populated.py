@@ -1,9 +1,9 @@
 """Whether trials can go on from each other's states, as those of a population do: before any is
 measured, by what each makes.
 
-What may come of hyperparameters on the way is made too: of choices and whole numbers one at a time,
-and of all floats together the ends and the middle of their ranges. A float that gives other shapes
-only between these is not seen; on the way it fails its trial.
+What may come of hyperparameters on the way is made too: of choices and whole numbers one at a
+time, and of all floats together the ends and the middle of their ranges. A float that gives other
+shapes only between these is not seen; on the way it fails its trial.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _SOME = 8
 """Whole numbers of a wide range that are looked at, but for its upper end."""
 _PLACES = (0.0, 0.5, 1.0)
 _NEAR_ZERO = 1e-6
-"""Where in the ranges of floats is looked; and how far into one that ends at 0, where code may turn
-something off: no value that is multiplied or drawn comes to be 0."""
+"""Where in the ranges of floats is looked; and how far into one that ends at 0, where code may
+turn something off: no value that is multiplied or drawn comes to be 0."""
 
 
 class Member(Protocol):
