@@ -281,23 +281,58 @@ def state_of_schedule(schedule: Any, model: nn.Module) -> dict[str, Any] | None:
     return _without(state, known)
 
 
-def give_state(schedule: Any, state: Mapping[str, Any]) -> None:
-    """Have a schedule go on from a state of one like it.
+def kind_of_schedule(schedule: Any) -> str:
+    """Its class, and the classes of those that it is made of; empty of None."""
+    return " and ".join(type(one).__name__ for one in each_schedule(schedule))
+
+
+def options_of_new(schedule: Any, state: Mapping[str, Any] | None) -> frozenset[str]:
+    """The options of an optimizer's groups that are a schedule's, where none was saved.
+
+    It begins where the trial stands, and what it reckons from is what it set when it was made.
+    """
+    return _OPTIONS if schedule is not None and state is None else frozenset()
+
+
+_OPTIONS = frozenset(
+    ("lr", "initial_lr", "max_lr", "min_lr", "betas", "momentum", "base_momentum", "max_momentum")
+)
+
+
+def give_state(schedule: Any, state: Mapping[str, Any] | None, was: str = "") -> None:
+    """Have a schedule go on from a state of one like it; nothing where either is none.
+
+    Args:
+        was: The kind of the one whose state it is; empty where that is not known. A state of
+            another kind may be loaded without an error, and its numbers be taken for those of
+            this one.
 
     Raises:
         TrialError: it is another one's.
     """
-    kind = " and ".join(type(one).__name__ for one in each_schedule(schedule))
+    if not schedule or state is None:
+        return
+    kind = kind_of_schedule(schedule)
+    if was and was != kind:
+        raise TrialError(
+            f"what was saved of this trial's schedule is of {was}, and Recipe(schedule=...) "
+            f"returns {kind} now, which has no place in what another one counts by. {_ADVICE}"
+        )
     try:
         schedule.load_state_dict(state)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise TrialError(
             f"what was saved of this trial's schedule ({', '.join(map(repr, state))}) is not "
             f"what {kind}, which Recipe(schedule=...) returns now, can go on from: "
-            f"{type(error).__name__}: {error}. Put that schedule back (accept_recipe=True, "
-            "retry_failed=True goes on then), or train with this one from the start, in a study "
-            "of another name or as a clone --cold. What was saved stays as it is."
+            f"{type(error).__name__}: {error}. {_ADVICE}"
         ) from error
+
+
+_ADVICE = (
+    "Put that schedule back (accept_recipe=True, retry_failed=True goes on then), or train with "
+    "this one from the start, in a study of another name or as a clone --cold. What was saved "
+    "stays as it is."
+)
 
 
 def kept_of_model(schedule: Any, model: nn.Module) -> frozenset[str]:

@@ -18,6 +18,7 @@ from shoal.core.spec import TrialSpec
 from shoal.core.units import counted, list_some
 from shoal.observe.rows import TrialState
 from shoal.resume import refuse
+from shoal.resume.recipe import RecipeRecord
 from shoal.resume.record import StudyRecord, TrialRecord
 from shoal.resume.trials import Pairing, number_on, pair
 
@@ -194,11 +195,7 @@ def _changes(recorded: StudyRecord, merged: StudyRecord, longer: tuple[int, ...]
             "not ended train on with it from their last state; those that ended keep what they "
             "have."
         )
-        if "optimizer" in names or "schedule" in names:
-            yield (
-                "the options of optimizers and schedules are a part of that state (learning "
-                "rates among them): what changed of these holds for trials that have no step yet."
-            )
+        yield from _other_rates(recorded.recipe, merged.recipe)
     elif not merged.recipe.is_same(recorded.recipe):
         yield "another recipe: no trial had a step of the one before."
     else:
@@ -229,6 +226,35 @@ def _changes(recorded: StudyRecord, merged: StudyRecord, longer: tuple[int, ...]
     if recorded.fuse not in (None, merged.fuse):
         yield f"fuse={merged.fuse or 'off'}; it was {recorded.fuse or 'off'}."
     yield from _checkpoint_changes(recorded, merged)
+
+
+def _other_rates(was: RecipeRecord, now: RecipeRecord) -> Iterable[str]:
+    """What becomes of rates where what makes optimizers or schedules is another one."""
+    changed = [
+        name for name in ("optimizer", "schedule") if was.made_of(name) != now.made_of(name)
+    ]
+    begins, ends = ("schedule" not in recipe.fields for recipe in (was, now))
+    paced, pace = (recipe.fields.get("schedule_interval") for recipe in (was, now))
+    if paced != pace or (changed and not (changed == ["schedule"] and (begins or ends))):
+        yield (
+            "the options of optimizers and schedules are a part of that state (learning rates "
+            "among them): what changed of these holds for trials that have no step yet. One whose "
+            "optimizer or schedule is of another class now, or whose schedule goes by something "
+            "else, fails, and what it saved stays. A schedule in place of none begins where the "
+            "trial stands."
+        )
+    if paced != pace:
+        return
+    if begins and not ends:
+        yield (
+            "the schedule is new: in a trial that has steps it begins where the trial stands, "
+            "from the learning rate that the optimizer is made with."
+        )
+    if ends and not begins:
+        yield (
+            "there is no schedule any more: a trial that has steps keeps the learning rate that "
+            "it left."
+        )
 
 
 def _other_permissions(recorded: StudyRecord, merged: StudyRecord) -> Iterable[str]:

@@ -22,6 +22,9 @@ _NUMPY = re.compile(r"np\.\w+\((.*)\)")
 """How older records have a NumPy scalar, which is Python's own number by now."""
 
 
+_WORD = re.compile(r"\w+")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecipeRecord:
     """What a recipe is: its fields by name, and the sources they refer to.
@@ -42,6 +45,18 @@ class RecipeRecord:
         if self._computes() != other._computes() or self.sources.keys() != other.sources.keys():
             return False
         return all(is_same(text, other.sources[name]) for name, text in self.sources.items())
+
+    def made_of(self, field: str) -> dict[str, str]:
+        """What a field says and leads to: texts by name, of all that one text names in turn."""
+        found = {"": self.fields.get(field, "")}
+        waiting = list(found.values())
+        while waiting:
+            words = set(_WORD.findall(waiting.pop()))
+            for name, text in self.sources.items():
+                if name not in found and _last(name) in words:
+                    found[name] = text
+                    waiting.append(text)
+        return found
 
     def allows(self) -> dict[str, str]:
         """What it says of the permissions; one that is left out is the default."""
@@ -74,6 +89,12 @@ def describe_recipe(recipe: Any) -> RecipeRecord:
     described = {name: walk.describe(value) for name, value in values.items()}
     walk.follow_all()
     return record_of(described | allows, walk.sources)
+
+
+def _last(name: str) -> str:
+    """How code calls a source: ``sched`` of ``mine.Kind.sched (2)``, or of a variable of it."""
+    owner, _, _ = name.partition(":")
+    return owner.split(" ")[0].rpartition(".")[2]
 
 
 def _is_default(field: Field[Any], value: Any) -> bool:

@@ -555,10 +555,12 @@ class Binding:
             )
         ]
 
-    def restore_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Put the options of ``groups()`` back."""
+    def restore_groups(
+        self, groups: Sequence[Mapping[str, Any]], *, but: Collection[str] = ()
+    ) -> None:
+        """Put the options of ``groups()`` back, ``but`` some that stay as they are made."""
         for group, saved in zip(self.optimizer.param_groups, groups, strict=True):
-            group.update({k: v for k, v in saved.items() if k != "params"})
+            group.update({k: v for k, v in saved.items() if k != "params" and k not in but})
 
 
 def _poison_like(tensor: Tensor, device: torch.device | None = None) -> Tensor:

@@ -64,6 +64,7 @@ class Progress:
     stored: Mapping[str, Sequence[str]]
     groups: Sequence[Mapping[str, Any]]
     schedule: Mapping[str, Any] | None
+    scheduled: str = ""  # of which kind that is; empty where nobody wrote it down
     tally: Mapping[str, Any] = field(default_factory=dict)  # of a step's named losses
     extra: Mapping[str, Any] = field(default_factory=dict)  # what modules add to their state
     python: Mapping[str, Any] = field(default_factory=dict)  # what is kept elsewhere, packed

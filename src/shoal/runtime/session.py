@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal import schedules
 from shoal.bound import bound
 from shoal.core.errors import NarrowError, TrialError
 from shoal.core.plan import Job
@@ -63,7 +64,6 @@ from shoal.runtime.units import (
 )
 from shoal.runtime.unplaced import require_places
 from shoal.runtime.validating import Validating
-from shoal.schedules import advance, build_schedule, catch_up, give_state, state_of_schedule
 from shoal.spill.generate import route_of
 
 
@@ -92,7 +92,7 @@ class Session:
         self.train, self.valid = read_data(recipe, self.hp)
         require_evaluation(recipe, self.model, self.valid)
         self.optimizer = build_optimizer_of(recipe, self.model, self.hp)
-        self.schedule = build_schedule(recipe, self.optimizer, self.hp, self.train)
+        self.schedule = schedules.build_schedule(recipe, self.optimizer, self.hp, self.train)
         self.python = PythonState(self.model, self.optimizer, self.schedule)
         self.habits, self.trains = habits_of(self.schedule), trained(self.model)
         self.rng = capture_rng(device)
@@ -314,7 +314,8 @@ class Session:
             scalars=self.binding.scalars(),
             stored=self.binding.stored_keys(),
             groups=self.binding.groups(),
-            schedule=state_of_schedule(self.schedule, self.model),
+            schedule=schedules.state_of_schedule(self.schedule, self.model),
+            scheduled=schedules.kind_of_schedule(self.schedule),
             tally=self.tally.pack(),
             extra=extra_state(self.model),
             python=self.python.pack(),
@@ -341,15 +342,15 @@ class Session:
         require_places(self.binding.params, self.layout)
         give_extra_state(self.model, progress.extra)
         if warm:  # what the other one kept holds, as in the plain loop
-            catch_up(self.schedule, progress.step)
+            schedules.catch_up(self.schedule, progress.step)
         self.python.give(progress.python, self.device, warm=warm)
         self.binding.restore(progress.scalars, progress.stored, self._step_places())
         if warm and self.settings.varied:  # it was evaluated before it took this state over
             self.evaluated_at = progress.step
         if not warm:
-            self.binding.restore_groups(progress.groups)
-            if self.schedule and progress.schedule is not None:
-                give_state(self.schedule, progress.schedule)
+            own = schedules.options_of_new(self.schedule, progress.schedule)
+            self.binding.restore_groups(progress.groups, but=own)
+            schedules.give_state(self.schedule, progress.schedule, progress.scheduled)
         if reads:
             self._seek(progress)
         self.rng = progress.rng
@@ -566,7 +567,8 @@ class Session:
     def advance_schedule(self, found: Mapping[str, float] | None = None) -> None:
         if self.schedule and (found is None or self.recipe.schedule_interval == "evaluation"):
             with self.binding.around_schedule():
-                advance(self.schedule, found, self.step, self.settings, self.steps_per_epoch)
+                ends, each = self.settings, self.steps_per_epoch
+                schedules.advance(self.schedule, found, self.step, ends, each)
 
     def _evaluate(self) -> Iterator[Task]:
         """A validation pass; whatever it draws is undone."""

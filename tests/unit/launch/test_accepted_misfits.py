@@ -7,10 +7,13 @@ import re
 
 import pytest
 import studies
+import torch
 
 import shoal
-from shoal.core.event import CheckpointDamaged, StepFinished
+from shoal.core.errors import TrialError
+from shoal.core.event import CheckpointDamaged, StepFinished, StudyChanged
 from shoal.report import read_report
+from shoal.schedules import give_state
 from shoal.source import load_study
 
 FILE = """
@@ -170,7 +173,12 @@ SCHEDULES = {
             "torch.optim.lr_scheduler.StepLR(optimizer, 3), "
             "torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)], [4])"
         },
-        "is not what SequentialLR and StepLR and ExponentialLR, which Recipe",
+        "schedule is of StepLR, and Recipe(schedule=...) returns SequentialLR and StepLR and "
+        "ExponentialLR now",
+    ),
+    "class": (  # whose numbers torch would take for its own
+        {"SCHEDULE": "torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)"},
+        "schedule is of StepLR, and Recipe(schedule=...) returns ExponentialLR now",
     ),
 }
 
@@ -185,3 +193,31 @@ def test_a_schedule_that_cannot_go_on_from_what_was_saved_is_called_that(misfit,
     assert [str(trial.state) for trial in trials] == ["FAILED", "FAILED"]
     assert all(said in trial.error for trial in trials)
     assert all("What was saved stays as it is." in trial.error for trial in trials)
+
+
+@pytest.mark.parametrize("fuse", [None, 2])
+def test_a_schedule_that_is_added_begins_from_the_rates_that_it_was_made_with(misfit, fuse):
+    """Its first rate is a tenth, and not the whole that was saved, of which it makes ten."""
+    misfit(SCHEDULE="None", fuse=fuse)
+    warm_up = "torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 4)"
+
+    study = misfit(SCHEDULE=warm_up, WRONG="False", retry_failed=True, accept_recipe=True)
+
+    for trial in read_report(study.directory).trials:
+        assert str(trial.state) == "FINISHED"
+        (group,) = trial.load_state()["optimizer"]["groups"]
+        assert group["lr"] == pytest.approx(trial.hp["lr"])
+    (changed,) = studies.written(study, StudyChanged)
+    assert any("begins where the trial stands" in words for words in changed.changes)
+
+
+def test_a_state_that_does_not_say_of_which_schedule_it_is_goes_on_if_that_can_load_it():
+    """As older ones do; and one that another kind cannot load is told of."""
+    made = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule = torch.optim.lr_scheduler.StepLR(made, 3)
+    state = dict(torch.optim.lr_scheduler.StepLR(made, 7).state_dict())
+    give_state(schedule, state)
+    assert schedule.step_size == 7
+    other = torch.optim.lr_scheduler.LambdaLR(made, lambda step: 1.0)
+    with pytest.raises(TrialError, match=r"is not what LambdaLR, which Recipe.*lr_lambdas"):
+        give_state(other, state)

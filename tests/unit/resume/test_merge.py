@@ -442,6 +442,56 @@ def recipe(fields: Mapping[str, str] | None = None, **sources: str) -> RecipeRec
     return record_of(fields or {"model": "build"}, sources)
 
 
+SCHEDULED = {"model": "build", "optimizer": "opt", "schedule": "mine.sched"}
+TEXTS = {
+    "build": "def build(): pass",
+    "opt": "def opt(named, hp): return SGD(named, lr=0.1)",
+    "mine.sched": "def sched(o, hp): return StepLR(o, STEPS, gamma)",
+    "mine.sched: gamma": "gamma = 0.9",
+    "STEPS": "STEPS = 3",
+    "metric": "def metric(): pass",
+}
+KEPT, NEW, GONE = "a part of that state (learning rates", "the schedule is new", "no schedule any"
+
+
+@pytest.mark.parametrize(
+    ("fields", "texts", "words"),
+    [
+        ({}, {"metric": "def metric(): return 1"}, ""),
+        ({}, {"opt": "def opt(named, hp): return SGD(named, lr=0.2)"}, KEPT),
+        ({}, {"STEPS": "STEPS = 4"}, KEPT),
+        ({}, {"mine.sched: gamma": "gamma = 0.5"}, KEPT),
+        ({"schedule": None}, {}, GONE),
+        ({"schedule_interval": "'epoch'"}, {}, KEPT),
+    ],
+)
+def test_what_becomes_of_rates_is_said_where_what_makes_them_changed(
+    fields: dict[str, str | None], texts: dict[str, str], words: str
+) -> None:
+    """Whatever its functions are called, and where a number stands that they name."""
+    now = {name: text for name, text in (SCHEDULED | fields).items() if text is not None}
+    old, new = record_of(SCHEDULED, TEXTS), record_of(now, TEXTS | texts)
+
+    merged = merge(
+        study(points(1), recipe=old),
+        {0: RUNNING},
+        study(points(1), recipe=new),
+        accept_recipe=True,
+    )
+
+    assert [word for word in (KEPT, NEW, GONE) if word in " ".join(merged.changes)] == (
+        [words] if words else []
+    )
+
+
+def test_that_a_schedule_is_new_is_said() -> None:
+    without = {name: text for name, text in SCHEDULED.items() if name != "schedule"}
+    both = (study(points(1), recipe=record_of(fields, TEXTS)) for fields in (without, SCHEDULED))
+    recorded, asked = both
+    changes = merge(recorded, {0: RUNNING}, asked, accept_recipe=True).changes
+    assert [NEW in words for words in changes] == [False, True]
+
+
 def test_a_changed_field_a_new_and_a_lost_definition_are_named() -> None:
     old = recipe({"model": "build", "loss": "mse"}, build="def build(): pass", mse="mse = 1")
     now = recipe({"model": "build", "accumulate": "2"}, build="def build(): pass", mae="mae = 1")

@@ -415,6 +415,7 @@ def progress_record(progress: Progress) -> dict[str, Any]:
         "stored": progress.stored,
         "groups": list(progress.groups),
         "schedule": progress.schedule,
+        **({"scheduled": progress.scheduled} if progress.scheduled else {}),
         **({"tally": progress.tally} if progress.tally else {}),
         **({"python": progress.python} if progress.python else {}),
     }
@@ -431,6 +432,7 @@ def _read_progress(generation: Generation, tensors: Mapping[str, Tensor]) -> Pro
         stored=record["stored"],
         groups=record["groups"],
         schedule=record["schedule"],
+        scheduled=record.get("scheduled", ""),
         tally=record.get("tally", {}),
         python=record.get("python", {}),
         extra=unpack(generation.manifest.meta["extra"], tensors),
