@@ -502,6 +502,27 @@ def test_a_changed_hyperparameter_that_changes_shapes_fails_its_trial(tmp_path, 
     assert "'weight' is (4, 6) with the hyperparameters that this trial has now" in failed.error
 
 
+def test_folds_of_a_population_are_warned_of(tmp_path, warm_workers):
+    """Of a name that the model reads as well."""
+
+    def build(hp):
+        return populations.nn.Linear(6, 3, bias=hp["fold"] >= 0)
+
+    def folded(hp):
+        train, valid = populations.searches.data(hp)
+        return (train, valid) if hp["fold"] else (valid, train)
+
+    recipe = shoal.Recipe(model=build, data=folded, loss=populations.loss)
+    space = {"lr": shoal.log_uniform(1e-4, 1e-1), "fold": shoal.choice(0, 1)}
+    options = {"space": space, "trials": 4, "steps": 8, "eval_every": 2, "directory": tmp_path}
+    population = shoal.Study("k", recipe, pruner=shoal.PBT(vary=("lr",)), **options)
+    plain = shoal.Study("k", recipe, **options)
+    given = {"hardware": studies.hardware(1), "workers": warm_workers}
+    (warning,) = population.plan(**given).warnings
+    assert "reads 'fold', in which trials of this population differ" in warning
+    assert plain.plan(**given).warnings == ()
+
+
 # -- clones, a worker that dies over what is damaged, a source that cannot be saved ------------
 
 

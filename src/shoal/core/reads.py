@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from shoal.core.spec import HyperParameters, Scalar
@@ -56,6 +57,17 @@ class Reads(HyperParameters):
 
     def _note(self, name: str) -> None:
         self.seen[name] = told(self._values, name)
+
+    @contextmanager
+    def apart(self) -> Iterator[set[str]]:
+        """The names that are read meanwhile, whether or not they were before."""
+        before, found = dict(self.seen), set[str]()
+        self.seen.clear()
+        try:
+            yield found
+        finally:
+            found |= self._values.keys() & self.seen.keys()
+            self.seen = before | self.seen
 
     @property
     def unread(self) -> frozenset[str]:

@@ -28,6 +28,7 @@ from shoal.planning.staleness import ALIKE, OPEN, Staleness, Way
 from shoal.planning.warned import (
     global_warnings,
     lost_warnings,
+    mixed_warnings,
     set_by_factories,
     unread_warnings,
     why_unfused,
@@ -172,6 +173,7 @@ class Planner:
             first = next(t for t in trials if t.number in described.noticed)
             check_ways(varied, first, described.noticed[first.number], asking)
             self._varied = None  # who comes later is of no population
+        mixed = mixed_warnings(trials, described.noticed) if varied is not None else ()
         if not self.in_files:
             large = self._home_room.refused(described.noticed)
             described = asking.refuse(described, large, TooLarge)
@@ -211,7 +213,7 @@ class Planner:
         lost = lost_warnings(one.measure for one in settled.values())
         others = global_warnings(shared, self._noticed)
         meant = (*unread_warnings(trials, noticed), *pace_warnings(noticed, lengths))
-        warnings = (*meant, *others, *lost)
+        warnings = (*meant, *mixed, *others, *lost)
         planned = replace(
             planned,
             plan=replace(planned.plan, warnings=warnings),

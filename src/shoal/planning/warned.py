@@ -27,6 +27,21 @@ def unread_warnings(
     )
 
 
+def mixed_warnings(trials: Sequence[TrialSpec], noticed: Mapping[int, Noticed]) -> tuple[str, ...]:
+    """That trials of a population have data of their own, and go on from each other's weights."""
+    built = [trial for trial in trials if trial.number in noticed]
+    read = {name for trial in built for name in noticed[trial.number].data_reads}
+    names = [n for n in sorted(read) if len({repr(trial.hp.get(n)) for trial in built}) > 1]
+    if not names:
+        return ()
+    return (
+        f"Recipe(data=...) reads {', '.join(map(repr, names))}, in which trials of this "
+        "population differ: one that goes on from the weights of another has learnt from that "
+        "one's data. If these are folds or splits, it is validated on what it was trained with, "
+        "and looks better than it is: leave shoal.PBT out, or run a study for each.",
+    )
+
+
 def set_by_factories(noticed: Mapping[int, Noticed]) -> list[str]:
     """Plain values of globals and classes that are others once another trial is made."""
     names = dict.fromkeys(name for one in noticed.values() for name in one.globals)

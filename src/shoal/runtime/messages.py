@@ -323,6 +323,7 @@ class Noticed:
     batches: int | None = None  # of an epoch, where that is known
     state_bytes: int = 0  # of its parameters, gradients and optimizer state, or less
     made: Made | None = None  # where it was asked for
+    data_reads: frozenset[str] = frozenset()  # hyperparameters that its data was made of
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shoal.core.spec import TrialSpec
-from shoal.planning.warned import unread_warnings
+from shoal.planning.warned import mixed_warnings, unread_warnings
 from shoal.runtime.messages import Noticed
 
 
@@ -36,3 +36,13 @@ def test_a_likely_name_is_proposed_and_else_what_is_read_if_it_is_there():
 
 def test_of_trials_that_cannot_be_built_nothing_is_known():
     assert unread_warnings([trial(0, lr=1, q=2)], {}) == ()
+
+
+def test_members_of_a_population_with_data_of_their_own_are_told_of_by_what_it_is_made_of():
+    folds = [trial(0, lr=1, fold=0), trial(1, lr=2, fold=1)]
+    made = dict.fromkeys((0, 1), Noticed(data_reads=frozenset({"fold", "rows"})))
+    (line,) = mixed_warnings(folds, made)
+    assert line.startswith("Recipe(data=...) reads 'fold', in which trials of this population")
+    assert mixed_warnings([trial(0, fold=1), trial(1, fold=1)], made) == ()
+    assert mixed_warnings(folds, dict.fromkeys((0, 1), Noticed())) == ()
+    assert mixed_warnings(folds, {}) == ()

@@ -17,6 +17,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from shoal.bound import LimitOfTrial, OfTrial, bound
 from shoal.core.errors import ShoalError, SpecError
+from shoal.core.reads import Reads
 from shoal.core.spec import HyperParameters, TrialSpec
 from shoal.frames import own_traceback, user_line
 from shoal.fusion import Signature, signature_of
@@ -120,6 +121,7 @@ def _one(
         batches=epoch_length(found.train),
         state_bytes=_least_state(found.model, found.optimizer),
         made=_made(found) if shapes else None,
+        data_reads=found.data_reads,
     )
     return _One(signature, noticed, array, constants)
 
@@ -139,11 +141,13 @@ class _Described:
     batch: Batch
 
     def __init__(
-        self, recipe: Recipe, hp: HyperParameters, reads: HyperParameters, model: nn.Module
+        self, recipe: Recipe, hp: HyperParameters, reads: Reads, model: nn.Module
     ) -> None:
         self.recipe = recipe = bound(recipe, hp)
         self.model, self.choices = model, _choices(recipe, hp)
-        self.train, self.valid = read_data(recipe, reads)
+        with reads.apart() as of_data:
+            self.train, self.valid = read_data(recipe, reads)
+        self.data_reads = frozenset(of_data)
         self.optimizer = build_optimizer_of(recipe, model, reads)
 
 

@@ -28,7 +28,7 @@ class Reading:
     """The hyperparameters of one trial that is being made, and who keeps them."""
 
     def __init__(self, values: Mapping[str, Scalar]) -> None:
-        self.hp: HyperParameters = Reads(values)
+        self.hp = Reads(values)
 
     def end(self, code: Code) -> Noticed:
         """What nobody reads, and what was asked for and is not there; ``hp`` is gone then.
@@ -36,7 +36,6 @@ class Reading:
         What was made of it has to be there: whoever keeps it may read it later.
         """
         reads = self.hp
-        assert isinstance(reads, Reads)
         unread, missing, held = reads.unread, reads.missing, weakref.ref(reads)
         del self.hp, reads
         if unread:
