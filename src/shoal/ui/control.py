@@ -28,7 +28,7 @@ from shoal.core.spec import Scalar
 from shoal.observe import Snapshot, is_running, jsonl, read_outline
 from shoal.resume import kinds_of
 from shoal.ui.failures import ExitCode
-from shoal.ui.studies import find_study, refuse_unrecorded
+from shoal.ui.studies import find_recorded, find_study, refuse_unrecorded
 
 SAVING_S = 600.0  # how long a study may take to save all its trials
 ENDING_S = 10.0  # and to end its workers then
@@ -118,8 +118,14 @@ def clone_command(
     Raises:
         SpecError: no such trial or hyperparameter, or a text that is no such value.
     """
-    snapshot = Snapshot.of(read_outline(_find(name, directory)))
+    place = find_recorded(name, directory)
+    snapshot = Snapshot.of(read_outline(place))
     points = {row.number: row.hp for row in snapshot.trials}
+    if not points:
+        raise SpecError(
+            f"no trial of the study in {place} is on record yet: it is being planned, or ended "
+            f"before that. Ask again when it trains: shoal show {place}."
+        )
     if trial not in points:
         raise SpecError(
             f"study {snapshot.study} has no trial {trial}; it has {len(points)}, numbered from 0."

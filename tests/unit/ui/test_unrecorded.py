@@ -58,6 +58,17 @@ def test_one_that_is_being_planned_is_called_so(runs, capsys):
     assert "planning" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("record", [False, True])
+def test_a_clone_of_one_that_is_being_planned_is_told_that_and_not_how_many_trials_it_has(
+    runs, record
+):
+    if record:
+        (runs / "gone" / "study.json").write_text("{}")
+    words = r"the study in .*gone is .*planned.* Look again|no trial of the study in .*gone is on "
+    with StudyLock(runs / "gone"), pytest.raises(SpecError, match=words):
+        control.clone_command("gone", 0, ("lr=1",), runs, warm=True)
+
+
 def test_it_is_listed_under_its_name_and_can_be_removed(runs, capsys):
     show.list_studies(runs, as_json=True)
     (listed,) = json.loads(capsys.readouterr().out)
