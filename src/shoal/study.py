@@ -80,7 +80,8 @@ class Study:
             last one of these beside the others, also while it trains on: ``report.at_best()``.
         disk_budget: Bytes that saved states may take, or ``"50GiB"``; None: what is free.
         retries: How often a trial that raised goes on from its last saved state.
-        time_limit: Of a run; then every trial is saved and the study can be resumed.
+        time_limit: Of a run from its plan on, since one that is over before a step is done would
+            come no further the next time; then every trial is saved and the study can be resumed.
         trial_time_limit: Of a trial on its devices, of which it has a share where others compute
             there too or in one array with it; then it is STOPPED, and its state kept.
 

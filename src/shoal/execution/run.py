@@ -303,7 +303,7 @@ class Execution:
         self._recovery.tick()
         limit_s = self._limits.time_limit_s
         if limit_s is not None and time.monotonic() - self._began > limit_s:
-            self.stop(f"the time limit of {limit_s:.0f} s is reached")
+            self.stop(f"the time limit of {limit_s:g} s is reached, planning not counted")
         self._pausing.tick()
 
     def _receive_for_planner(self) -> tuple[Worker, object] | None:
@@ -412,7 +412,7 @@ class Execution:
         floor.do(leases.StepFinished(event.trial, event.device, event.seconds, state.steps_left))
         limit_s = self._limits.trial_time_limit_s
         if limit_s is not None and state.device_s > limit_s and not state.after_save:
-            self.stop_trial(event.trial, f"its time limit of {limit_s:.0f} s is reached")
+            self.stop_trial(event.trial, f"its time limit of {limit_s:g} s is reached")
 
     def _lease_over(self, state: TrialRun, reply: LeaseOver) -> None:
         state.progress, state.step = reply.progress, reply.progress.step
