@@ -14,8 +14,12 @@ Calls are written ``os.name(...)``, so that tests/chaos/faults can count and fai
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
-from contextlib import suppress
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from enum import Enum
 from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
@@ -31,6 +35,8 @@ _NEW = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FILE_MODE, _DIRECTORY_MODE = 0o600, 0o700
 _ZEROS = bytes(1 << 20)
+_NO_LINKS = {*UNSUPPORTED, errno.EPERM, errno.EXDEV}
+_TICK_S = 0.05
 
 
 class NewFile:
@@ -212,11 +218,64 @@ def link(source: Path, target: Path) -> None:
             os.link(source, target, follow_symlinks=False)
             return
         except OSError as error:
-            if error.errno not in {*UNSUPPORTED, errno.EPERM, errno.EMLINK, errno.EXDEV}:
+            if error.errno not in {*_NO_LINKS, errno.EMLINK}:
                 raise
     with reported("copy", target, needed=source.stat().st_size):
         data = source.read_bytes()
     write_file(target, data)
+
+
+class SecondName(Enum):
+    """What became of a second name for a file."""
+
+    GIVEN = "given"
+    NOT_THIS = "not this"  # the file is gone, or has as many names as it may have
+    NONE = "none"  # this file system has no such names
+
+
+def second_name(source: Path, target: Path) -> SecondName:
+    """Give a file that never changes a second name, if that can be; not durable yet."""
+    with reported("link", target):
+        try:
+            os.link(source, target, follow_symlinks=False)
+        except OSError as error:
+            if error.errno in (errno.EMLINK, errno.ENOENT, errno.ESTALE):
+                return SecondName.NOT_THIS
+            if error.errno in _NO_LINKS:
+                return SecondName.NONE
+            raise
+    return SecondName.GIVEN
+
+
+@contextmanager
+def turn(directory: Path, patience_s: float) -> Iterator[None]:
+    """Be the only one in here of those that come for ``directory``, each for a short while.
+
+    Who has waited for ``patience_s`` goes on beside the others, and so does whoever is on a file
+    system without locks: nothing may depend on it but bytes. A process that dies leaves.
+    """
+    with reported("open", directory):
+        descriptor = os.open(directory, _DIRECTORY)
+    try:
+        until = time.monotonic() + patience_s
+        while not _locked(descriptor) and time.monotonic() < until:
+            time.sleep(_TICK_S)
+        yield
+    finally:
+        with suppress(OSError):  # a process that was forked meanwhile has the descriptor too
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
+
+
+def _locked(descriptor: int) -> bool:
+    """Whether there is nothing to wait for."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def remove_file(path: Path) -> bool:

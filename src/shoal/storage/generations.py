@@ -25,6 +25,7 @@ from shoal.core.errors import StorageError
 from shoal.storage import files, manifest
 from shoal.storage.documents import MAX_BYTES
 from shoal.storage.failures import Damaged, FileError, damaged, reported
+from shoal.storage.files import SecondName
 from shoal.storage.manifest import Manifest
 from shoal.storage.reading import read_file, size_of
 from shoal.storage.tensors import FileRecord, TensorFile, write_tensors
@@ -59,7 +60,7 @@ class Generation:
 
     @property
     def bytes(self) -> int:
-        """What its tensors take on disk."""
+        """What its files of tensors hold; of some another generation may have the same bytes."""
         return sum(record.bytes for record in self.manifest.files.values())
 
     def open(self, file_name: str) -> TensorFile:
@@ -214,6 +215,9 @@ class Draft:
 
     Leaving the ``with`` block without ``commit`` abandons it. After an error of any method it
     can only be abandoned: a sync that failed is never tried again.
+
+    Attributes:
+        shared_bytes: Of files that another generation has too, by ``share``.
     """
 
     def __init__(self, directory: Path, step: int, revision: int) -> None:
@@ -222,6 +226,7 @@ class Draft:
         self._scratch = directory / f"{name}.tmp"
         self._files: dict[str, FileRecord] = {}
         self._is_open = True
+        self.shared_bytes = 0
         files.make_new_directory(self._scratch)
 
     def tensors(
@@ -240,6 +245,34 @@ class Draft:
         with self._attempt():
             files.link(source.path / file_name, self._scratch / file_name)
         self._files[file_name] = record
+
+    def share(
+        self,
+        source: Path,
+        file_name: str,
+        record: FileRecord,
+        is_whole: Callable[[Path, FileRecord], bool],
+    ) -> SecondName:
+        """Have a file of another generation here, unless it can have no name here.
+
+        ``record`` is what that one's manifest says of it. ``is_whole`` is asked of the file by
+        its new name, which nobody takes away; one that is not gets none.
+        """
+        manifest.check_file_name(file_name)
+        path = self.path(file_name)
+        with self._attempt():
+            given = files.second_name(source, path)
+            if given is SecondName.GIVEN and not is_whole(path, record):
+                files.remove_file(path)
+                given = SecondName.NOT_THIS
+        if given is SecondName.GIVEN:
+            self._files[file_name] = record
+            self.shared_bytes += record.bytes
+        return given
+
+    def path(self, file_name: str) -> Path:
+        """Where a file of it is until it is committed."""
+        return self._scratch / file_name
 
     def commit(self, **meta: Any) -> Generation:
         """Make it a generation; it survives a power failure when this returns.
@@ -283,6 +316,23 @@ class Draft:
         else:
             with suppress(StorageError):  # the first error counts; the next begin sweeps
                 self.abandon()
+
+
+def bytes_on_disk(generations: Iterable[Generation], seen: set[tuple[int, int]]) -> int:
+    """What generations take on the disk now; what goes meanwhile counts as nothing.
+
+    A file that several of them have counts once, and not at all where it was ``seen`` before: to
+    that are added those that are seen now.
+    """
+    total = 0
+    for generation in generations:
+        with suppress(OSError):
+            for file in generation.path.iterdir():
+                status = file.stat()
+                inode = status.st_dev, status.st_ino
+                total += 0 if inode in seen else status.st_size
+                seen.add(inode)
+    return total
 
 
 def _names(directory: Path, *, directories: bool = False) -> list[str]:

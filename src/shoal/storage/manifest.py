@@ -3,6 +3,11 @@
 The text ends with a digest of all bytes before it, in every format there will ever be, so
 that a newer format can be told from damage. It guards against accidents, not against people:
 whoever can write the file can write a digest, so nothing in it is trusted to be sane.
+
+[Note: format 2]
+A generation some of whose weights lie in a file of their own, ``APART``, has format 2: a version
+that knows format 1 alone would find a model that lacks them, and says instead that a later one
+wrote it. All others have format 1, as ever.
 """
 
 from __future__ import annotations
@@ -20,7 +25,9 @@ from shoal.storage import documents
 from shoal.storage.failures import damaged
 from shoal.storage.tensors import FileRecord
 
-FORMAT = 1
+FORMAT = 2
+APART = "frozen.safetensors"
+"""Weights that nothing changes; the others are elsewhere."""
 _SEAL = re.compile(rb',"digest":"([0-9a-f]{32})"}\n')
 _SEAL_BYTES = len(',"digest":""}\n') + 32
 _DIGEST = re.compile(r"[0-9a-f]{32}")
@@ -60,7 +67,7 @@ def encode(manifest: Manifest, path: Path) -> bytes:
         StorageError: the caller's data cannot be written as JSON.
     """
     record = {
-        "format": FORMAT,
+        "format": FORMAT if APART in manifest.files else 1,
         "step": manifest.step,
         "meta": manifest.meta,
         "files": {name: asdict(file) for name, file in manifest.files.items()},

@@ -59,6 +59,27 @@ def write_tensors(
     return FileRecord(bytes=file.size, digest=digest, header=first, tensors=digests)
 
 
+def digest_of(buffer: Any) -> str:
+    """The digest that a record has of a tensor with these bytes."""
+    view, digest = byte_view(buffer), xxh3_128()
+    for start in range(0, len(view), CHUNK_BYTES):
+        digest.update(view[start : start + CHUNK_BYTES])
+    return digest.hexdigest()
+
+
+def header_of(tensors: Iterable[tuple[str, str, Sequence[int], Any]]) -> str:
+    """The digest that a record has of the header of a file of these tensors.
+
+    Raises:
+        StorageError: a tensor cannot be in such a file.
+    """
+    try:
+        _, entries = _arranged(tensors)
+        return xxh3_128(header.encode(entries)).hexdigest()
+    except ValueError as error:
+        raise StorageError(f"cannot make a file of tensors: {error}.") from error
+
+
 def _arranged(
     tensors: Iterable[tuple[str, str, Sequence[int], Any]],
 ) -> tuple[dict[str, memoryview], dict[str, header.Entry]]:

@@ -43,7 +43,7 @@ class Fault(Enum):
         return call == "fsync" or self is not Fault.LOST
 
 
-NEEDS_SPACE = {"open", "mkdir", "posix_fallocate", "write", "fsync", "rename"}
+NEEDS_SPACE = {"open", "mkdir", "posix_fallocate", "write", "fsync", "rename", "link"}
 KILLS = {Fault.KILL, Fault.KILL_AFTER, Fault.TORN}
 
 
@@ -131,6 +131,12 @@ class FaultyOs:
     def rename(self, source: Any, target: Any) -> None:
         record = ("rename", str(source), str(target))
         self._call("rename", lambda: os.rename(source, target), record)
+
+    def link(self, source: Any, target: Any, *, follow_symlinks: bool) -> None:
+        record = ("link", str(source), str(target))
+        self._call(
+            "link", lambda: os.link(source, target, follow_symlinks=follow_symlinks), record
+        )
 
     def unlink(self, path: Any) -> None:
         self._call("unlink", lambda: os.unlink(path), ("unlink", str(path)))

@@ -95,6 +95,10 @@ class Disk:
             del self.directories[directory][name]
             return Entries(((directory, name, None),))
         inode = self.directories[directory][name] if path else ROOT
+        if kind == "link":
+            target, new = self._place(self._inside(details[1]))
+            self.directories[target][new] = inode
+            return Entries(((target, new, inode),))
         if kind == "rename":
             target, new = self._place(self._inside(details[1]))
             del self.directories[directory][name]

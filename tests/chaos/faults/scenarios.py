@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,13 @@ from faults.injector import Fault, Killed, Played, installed, listing
 from shoal.storage.documents import read_json, write_json
 from shoal.storage.files import Reserve
 from shoal.storage.generations import Generation, Generations
+from shoal.storage.manifest import APART
+from shoal.storage.shared import Shared
+from shoal.storage.tensors import digest_of
 
 TRIAL = Path("trials/0003")
 RESERVE_BYTES = 1 << 16
+SHARED_CONTENT = {APART: {"base": bytes(range(48))}}
 Acknowledge = Callable[[str], None]
 
 
@@ -71,9 +75,22 @@ def commit(generations: Generations, step: int) -> Generation:
         return draft.commit(position=[step, 0.5], trial=3)
 
 
+def commit_shared(generations: Generations, step: int) -> Generation:
+    """The same, with a file that every step has."""
+    tensors = SHARED_CONTENT[APART]
+    rows = [(name, "U8", (48,), data) for name, data in tensors.items()]
+    with ExitStack() as until_committed, generations.begin(step) as draft:
+        digests = {name: digest_of(data) for name, data in tensors.items()}
+        Shared(APART).put(draft, generations, rows, digests, until_committed)
+        for file, some in content(step).items():
+            draft.tensors(file, [(name, "U8", (48,), data) for name, data in some.items()])
+        return draft.commit(position=[step, 0.5], trial=3)
+
+
 def is_exact(generation: Generation) -> bool:
     """Whether a generation has every bit of what was written for its step."""
-    for file, tensors in content(generation.step).items():
+    shared = SHARED_CONTENT if APART in generation.manifest.files else {}
+    for file, tensors in {**content(generation.step), **shared}.items():
         with generation.open(file) as found:
             if {name: bytes(found.read(name)) for name in found.entries} != tensors:
                 return False
@@ -90,7 +107,13 @@ def newest_step(root: Path, reports: list[str]) -> int:
 
 
 def _generations(
-    name: str, old: tuple[int, ...], new: int, keep: int, *, leftovers: bool = True
+    name: str,
+    old: tuple[int, ...],
+    new: int,
+    keep: int,
+    *,
+    leftovers: bool = True,
+    commit: Callable[[Generations, int], Generation] = commit,
 ) -> Scenario:
     """Commit ``new`` where ``old`` are, and collect."""
 
@@ -266,5 +289,6 @@ def _reserve() -> Scenario:
 NEXT = _generations("the next generation", (400, 800), 1200, keep=2)
 FIRST = _generations("the first generation", (), 400, keep=2, leftovers=False)
 KEEP_ONE = _generations("one is kept", (800,), 1200, keep=1, leftovers=False)
+LINKED = _generations("a file that is shared", (400, 800), 1200, keep=2, commit=commit_shared)
 AGAIN, COLLECT, DOCUMENT, RESERVE = _again(), _collect_only(), _document(), _reserve()
-SCENARIOS = (NEXT, FIRST, KEEP_ONE, AGAIN, COLLECT, DOCUMENT, RESERVE)
+SCENARIOS = (NEXT, FIRST, KEEP_ONE, LINKED, AGAIN, COLLECT, DOCUMENT, RESERVE)

@@ -31,6 +31,7 @@ def test_whatever_happens_a_reader_finds_the_old_or_the_new(tallies, name):
 def test_no_point_and_no_fault_was_left_out(tallies):
     calls = tallies["the next generation"]["calls"]
 
+    assert "link" in tallies["a file that is shared"]["calls"]
     for fault in Fault:
         assert any(fault.name in tally["runs"] for tally in tallies.values())
     assert set(calls) == {

@@ -84,10 +84,10 @@ def test_a_newer_format_is_not_damage_and_is_never_removed(generations, new):
     path = new / "manifest.json"
     record = json.loads(path.read_bytes())
     del record["digest"]
-    path.write_bytes(sealed(json.dumps({"format": 2, "unknown": record}).encode()))
+    path.write_bytes(sealed(json.dumps({"format": 3, "unknown": record}).encode()))
 
     for use in (generations.newest, Generations(new.parent, 1).collect):
-        with pytest.raises(NewerFormat, match=r"has format 2; .* reads format 1 and has changed"):
+        with pytest.raises(NewerFormat, match=r"has format 3; .* reads format 2 and has changed"):
             use()
     assert [generation.step for generation in generations.all()] == [400, 800]
 

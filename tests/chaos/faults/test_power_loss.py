@@ -10,7 +10,7 @@ import pytest
 from faults.injector import memory
 from faults.mutants import collect_then_sync, mutated
 from faults.recording import Recording, calls_of, collect_again, go_on, judge, record
-from faults.scenarios import FIRST, KEEP_ONE, NEXT
+from faults.scenarios import FIRST, KEEP_ONE, LINKED, NEXT
 
 from shoal.storage import files
 from shoal.storage.tensors import TensorFile
@@ -32,6 +32,7 @@ def recordings(folder) -> dict[str, Recording]:
     made = [n + 1 for n, call in enumerate(calls_of(FIRST, place)) if call == "mkdir"][:2]
     found = (
         record("next", NEXT, place, ["800", "1200"]),
+        record("linked", LINKED, place, ["800", "1200"]),
         record("first", FIRST, place, ["-1", "400"]),
         record("collected", KEEP_ONE, place, ["800", "1200"], collect_again, kill_at=renamed),
         *(

@@ -1,0 +1,186 @@
+"""A file of tensors that many generations have: it lies on the disk once or twice, by many names.
+
+[Note: two copies]
+What one file holds for all is lost for all with one bad sector, and a trial that falls back to
+the generation before would find the same bytes there. So where more than one generation is kept,
+no two in a row share a file: a trial alternates between two, and so does every other trial whose
+tensors are the same.
+
+    trials/0000   step 10  A    step 20  B    step 30  A
+    trials/0001   step 10  A    step 20  B
+
+[Note: whole or not]
+A second name reads nothing, so a file that was damaged would be handed on. Before a process gives
+one another name it has written it itself, or read it and compared every digest; afterwards it
+looks at its size and its time alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from xxhash import xxh3_128_hexdigest
+
+from shoal.core.errors import StorageError
+from shoal.storage.files import SecondName, turn
+from shoal.storage.generations import Draft, Generation, Generations
+from shoal.storage.tensors import FileRecord, TensorFile, header_of
+
+Row = tuple[str, str, Sequence[int], Any]
+PATIENCE_S = 120.0
+"""For so long a process waits while another one writes what may be the same."""
+
+
+class File(NamedTuple):
+    """A file, whichever its names, that nobody has written to since."""
+
+    device: int
+    inode: int
+    size: int
+    modified_ns: int
+
+
+def likeness(header: str, tensors: Mapping[str, str]) -> str:
+    """The same for files of the same tensors, and for no others; by digests as in a record."""
+    return xxh3_128_hexdigest(json.dumps([header, sorted(tensors.items())]).encode())
+
+
+def unchanged(digests: Mapping[str, str], before: Mapping[str, str] | None) -> set[str]:
+    """The tensors that are as they were; all of them, where there was nothing ``before``."""
+    if before is None:
+        return set(digests)
+    return {name for name, digest in digests.items() if before.get(name) == digest}
+
+
+def digests_before(place: Generations, names: Collection[str]) -> dict[str, str] | None:
+    """Of the tensors of a trial's newest generation; None where there is none to be read.
+
+    Args:
+        names: The files of which a tensor may be in one or the other.
+    """
+    for generation in reversed(place.all()):
+        try:
+            records = generation.manifest.files
+        except StorageError:  # who goes on from it will say so
+            continue
+        there = [records[name].tensors for name in names if name in records]
+        return {name: digest for tensors in there for name, digest in tensors.items()}
+    return None
+
+
+class Shared:
+    """Finds a file of some tensors that is there already. Belongs to one thread.
+
+    Args:
+        name: Of the file, in every generation.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._likes: dict[File, str] = {}  # of the files that were come across
+        self._whole: set[File] = set()  # those that were written or read here
+
+    def put(
+        self,
+        draft: Draft,
+        place: Generations,
+        rows: Collection[Row],
+        digests: Mapping[str, str],
+        until_committed: ExitStack,
+    ) -> None:
+        """Have a file of ``rows`` in ``draft``, by a second name where there is one.
+
+        Args:
+            place: The trial's generations; those of other trials lie beside it.
+            until_committed: Left when ``draft`` is committed or given up. Of several processes
+                that look for the same tensors one writes them, and the others find them then.
+
+        Raises:
+            StorageError: the disk refuses.
+        """
+        like = likeness(header_of(rows), digests)
+        own = [found for found in self._of(place) if self._likes[found[0]] == like]
+        passed = {own[0][0]} if own and place.keep > 1 else set()
+        given = self._link(draft, own, passed)
+        if given is SecondName.NOT_THIS:
+            until_committed.enter_context(turn(place.directory.parent, PATIENCE_S))
+            beside = (f for f in self._beside(place) if self._likes[f[0]] == like)
+            given = self._link(draft, beside, passed)
+        if given is not SecondName.GIVEN:
+            self._note(draft.path(self.name), draft.tensors(self.name, rows))
+
+    def _link(
+        self, draft: Draft, some: Iterable[tuple[File, Generation]], passed: set[File]
+    ) -> SecondName:
+        """Give the first of ``some`` another name that may have one and is whole."""
+        for file, generation in some:
+            record = None if file in passed else _record(generation, self.name)
+            passed.add(file)
+            if record is not None:
+                source = generation.path / self.name
+                given = draft.share(source, self.name, record, self._is_whole)
+                if given is not SecondName.NOT_THIS:
+                    return given
+        return SecondName.NOT_THIS
+
+    def _of(self, place: Generations) -> Iterator[tuple[File, Generation]]:
+        """The files of one trial's generations, the newest first."""
+        for generation in reversed(place.all()):
+            file = _seen(generation.path / self.name)
+            if file is None:
+                continue
+            if file not in self._likes:
+                record = _record(generation, self.name)
+                if record is None:
+                    continue
+                self._likes[file] = likeness(record.header, record.tensors)
+            yield file, generation
+
+    def _beside(self, place: Generations) -> Iterator[tuple[File, Generation]]:
+        """Those of the other trials."""
+        for directory in sorted(place.directory.parent.iterdir()):
+            if directory != place.directory and directory.is_dir():
+                yield from self._of(Generations(directory))
+
+    def _is_whole(self, path: Path, record: FileRecord) -> bool:
+        """Whether a file is what was written; it is read once, and again if it was changed."""
+        file, like = _seen(path), likeness(record.header, record.tensors)
+        if file not in self._whole or self._likes.get(file) != like:
+            try:
+                with TensorFile(path, record) as opened:
+                    opened.verify()
+            except StorageError:  # whoever goes on from it will say so
+                return False
+            self._note(path, record)
+        return True
+
+    def _note(self, path: Path, record: FileRecord) -> None:
+        """A file is whole now."""
+        if (file := _seen(path)) is not None:
+            self._likes[file] = likeness(record.header, record.tensors)
+            self._whole.add(file)
+
+
+def _seen(path: Path) -> File | None:
+    """A regular file as it is now; None where there is none."""
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return None
+    if not stat.S_ISREG(found.st_mode):
+        return None
+    return File(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+def _record(generation: Generation, name: str) -> FileRecord | None:
+    """What a manifest says of a file; None where it cannot be read, or says nothing."""
+    try:
+        return generation.manifest.files.get(name)
+    except StorageError:  # whoever goes on from it will say so
+        return None
