@@ -201,7 +201,10 @@ class TrialExploited:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointWritten:
-    """A generation of a trial's state is on the disk; ``path`` is relative to the study."""
+    """A generation of a trial's state is on the disk; ``path`` is relative to the study.
+
+    ``bytes`` of tensors were written for it: not those that it shares with another one.
+    """
 
     time: float
     trial: int

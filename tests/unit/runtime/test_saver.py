@@ -94,10 +94,10 @@ def slow_disk(monkeypatch):
     may_write, asked = threading.Event(), []
     real = checkpoint.write
 
-    def write(what, place):
+    def write(what, place, shared):
         asked.append(what.trial)
         assert may_write.wait(10)
-        return real(what, place)
+        return real(what, place, shared)
 
     monkeypatch.setattr(checkpoint, "write", write)
     yield may_write, asked
@@ -127,7 +127,7 @@ def test_of_the_trials_that_are_copied_one_waits_until_the_other_is_written(
 
 
 def test_what_went_wrong_with_one_trials_copy_is_not_anothers(tmp_path, record, monkeypatch):
-    def broken(what, place):
+    def broken(what, place, shared):
         raise MemoryError("of trial 0")
 
     saver = Saver(settings_of(tmp_path, 0.0), record.tell)

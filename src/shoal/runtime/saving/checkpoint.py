@@ -1,6 +1,7 @@
 """What of a trial goes into a generation, and back: never a pickle.
 
     trials/0003/step-00000100/weights.safetensors   the user's own names, ties once
+                              frozen.safetensors    those of them that nothing changes, if any
                               state.safetensors     optimizer, random streams
                               manifest.json         all that is no tensor, ties, position
                               own.safetensors       only where it was taken over from another
@@ -8,6 +9,15 @@
 
 How a generation becomes durable is ``shoal.storage``'s. One without ``state`` is finished:
 its weights were kept, and nothing can train on from it.
+
+[Note: what is written once]
+Of a model whose base is frozen most bytes are the same in every generation of every trial. They
+have a file of their own, which generations share (``storage/shared.py``). Which weights these are
+is decided each time, by their bits: those that are frozen now and have the digest that they had in
+the trial's generation before, or that are frozen now, of a first one. No counter of torch's knows
+of all that writes to a weight (``weight.data.add_()`` counts nowhere), so each save reads them:
+8 GB a second, where a disk writes a fraction of one. Where a weight lies is a matter of bytes on
+the disk alone: whoever reads takes both files.
 """
 
 from __future__ import annotations
@@ -16,9 +26,10 @@ import functools
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,25 +56,40 @@ from shoal.runtime.saving.packing import Packer, unpack
 from shoal.runtime.saving.tensorfile import read_into, read_tensors, row
 from shoal.runtime.session import Session
 from shoal.storage.files import sync_directory
-from shoal.storage.generations import Generation, Generations
+from shoal.storage.generations import Draft, Generation, Generations
+from shoal.storage.manifest import APART
+from shoal.storage.shared import Row, Shared, digests_before, unchanged
+from shoal.storage.tensors import digest_of
 
 WEIGHTS, STATE, OWN = "weights.safetensors", "state.safetensors", "own.safetensors"
+LEAST_SHARED_BYTES = 1 << 20  # less than that is not worth a file
 OnDamage = Callable[[Path, str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """One generation to be: tensors by file, and the manifest's words. Belongs to its holder."""
+    """One generation to be: tensors by file, and the manifest's words. Belongs to its holder.
+
+    ``frozen``: the weights that are not trained now.
+    """
 
     trial: int
     step: int
     files: Mapping[str, Mapping[str, Tensor]]
     meta: Mapping[str, Any]
+    frozen: frozenset[str] = frozenset()
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(t.nbytes for tensors in self.files.values() for t in tensors.values())
+
+
+class Written(NamedTuple):
+    """A generation, and the bytes of tensors that it added to the disk."""
+
+    generation: Generation
+    num_bytes: int
 
 
 def generations(
@@ -128,7 +154,8 @@ def content(
     files = {WEIGHTS: weights, STATE: tensors}
     if ended and session.settings.keep_finished == "weights":
         files = {WEIGHTS: weights} | _packed_only(meta["extra"], tensors)
-    return Content(session.job.trial, session.step, files, meta)
+    frozen = {name for name, p in session.model.named_parameters() if not p.requires_grad}
+    return Content(session.job.trial, session.step, files, meta, frozenset(frozen))
 
 
 def _packed_only(extra: Any, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
@@ -145,27 +172,59 @@ def _tensor_names(packed: Any) -> Iterator[str]:
             yield from _tensor_names(item)
 
 
-def write(what: Content, place: Generations) -> Generation:
+def write(what: Content, place: Generations, shared: Shared) -> Written:
     """Write a generation, durably. Older ones stay until somebody collects them.
+
+    ``shared`` is the caller's for all that it writes, and of ``APART``.
 
     Raises:
         StorageError: it could not be written; the older ones are as they were.
     """
-    with place.begin(what.step) as draft:
+    with ExitStack() as until_committed, place.begin(what.step) as draft:
+        apart = _put_apart(what, place, shared, draft, until_committed)
         for name, tensors in what.files.items():
-            draft.tensors(name, [row(key, tensor) for key, tensor in tensors.items()])
-        return draft.commit(**what.meta)
+            rest = tensors.keys() - (apart if name == WEIGHTS else ())
+            draft.tensors(name, [row(key, tensors[key]) for key in tensors if key in rest])
+        written = draft.commit(**what.meta)
+        return Written(written, what.num_bytes - draft.shared_bytes)
+
+
+def _put_apart(
+    what: Content,
+    place: Generations,
+    shared: Shared,
+    draft: Draft,
+    until_committed: ExitStack,
+) -> set[str]:
+    """Put the weights that nothing changes into a file of their own; says which they are."""
+    weights = what.files.get(WEIGHTS, {})
+    rows: dict[str, Row] = {n: row(n, weights[n]) for n in weights if n in what.frozen}
+    if sum(weights[name].nbytes for name in rows) < LEAST_SHARED_BYTES:
+        return set()
+    digests = {name: digest_of(found[3]) for name, found in rows.items()}
+    names = unchanged(digests, digests_before(place, (WEIGHTS, APART)))
+    if sum(weights[name].nbytes for name in names) < LEAST_SHARED_BYTES:
+        return set()
+    chosen = [rows[name] for name in names]
+    shared.put(draft, place, chosen, {name: digests[name] for name in names}, until_committed)
+    return names
+
+
+def weight_files(generation: Generation) -> tuple[str, ...]:
+    """Those that have the model's weights, each in one of them."""
+    return WEIGHTS, *([APART] if APART in generation.manifest.files else [])
 
 
 def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """The model's state dict, tied names included, on the CPU."""
     generation = at(path)
     manifest = generation.manifest
-    found = read_tensors(generation, WEIGHTS)
+    files = weight_files(generation)
+    found = {n: t for file in files for n, t in read_tensors(generation, file).items()}
     found |= {alias: found[name] for alias, name in manifest.meta["ties"].items()}
     tensors: dict[str, Tensor] = {}
     for name in manifest.files:
-        if name != WEIGHTS and any(_tensor_names(manifest.meta["extra"])):
+        if name not in files and any(_tensor_names(manifest.meta["extra"])):
             tensors |= read_tensors(generation, name)
     extra: dict[str, Any] = unpack(manifest.meta["extra"], tensors)
     return found | extra
@@ -226,11 +285,15 @@ def restore(path: str | os.PathLike[str], layout: TrialLayout, region: Region) -
         weights |= views(region.bytes, shard.whole, shard.whole_at)
         for name, places in state_views(region.bytes, shard.state, shard.state_at).items():
             state |= {f"state|{name}|{key}": place for key, place in places.items()}
-    read_into(generation, WEIGHTS, weights)
+    files = weight_files(generation)
+    for file in files:
+        read_into(generation, file, weights)
     read_into(generation, STATE, state)
     for shard in layout.shards:
         for name, weight in split_weights(region.bytes, shard).items():  # one float32 at a time
-            read_into(generation, WEIGHTS, {name: (whole := weight.empty())})
+            whole = weight.empty()
+            for file in files:
+                read_into(generation, file, {name: whole})
             weight.split(whole)
     return read_progress(generation)
 
@@ -355,8 +418,9 @@ def _fit(grant: Grant, settings: Settings) -> Fit:
         TrialError: they do not.
         StorageError: it is damaged, or holds weights only.
     """
-    fit = Fit(_with_state(grant.restore), grant, settings)
-    fit.require_tensors(WEIGHTS, STATE)
+    found = _with_state(grant.restore)
+    fit = Fit(found, grant, settings)
+    fit.require_tensors(weight_files(found), STATE)
     return fit
 
 

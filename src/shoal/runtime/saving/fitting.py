@@ -28,7 +28,7 @@ class Fit:
         self._generation, self._grant, self._settings = generation, grant, settings
         self._meta = generation.manifest.meta
 
-    def require_tensors(self, weights: str, state: str) -> None:
+    def require_tensors(self, weights: Sequence[str], state: str) -> None:
         """The generation's files have the tensors of the model and the optimizer, before any is
         read.
 
@@ -38,9 +38,8 @@ class Fit:
         """
         self._require_kind()
         layout = self._grant.layout
-        with self._generation.open(weights) as one, self._generation.open(state) as other:
-            saved = {name: entry.shape for name, entry in one.entries.items()}
-            beside = {name: entry.shape for name, entry in other.entries.items()}
+        saved = {name: shape for file in weights for name, shape in self._shapes(file).items()}
+        beside = self._shapes(state)
         params = {f.spec.name: f.spec for shard in layout.shards for f in shard.param.fields}
         buffers = {f.spec.name: f.spec for f in layout.buffers.fields}
         buffered = {n: saved.get(n, beside.get(f"buffer|{n}")) for n in buffers}
@@ -48,6 +47,11 @@ class Fit:
         if difference := _difference(found, params | buffers):
             self._refuse(difference)
         self._require_state(beside, layout)
+
+    def _shapes(self, file_name: str) -> dict[str, Sequence[int]]:
+        """What a file's tensors are, by its header."""
+        with self._generation.open(file_name) as file:
+            return {name: entry.shape for name, entry in file.entries.items()}
 
     def counts_otherwise(self, batches: int | None) -> bool:
         """Whether an epoch had another number of batches: a place in it means nothing then.

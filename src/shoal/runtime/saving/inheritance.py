@@ -1,7 +1,7 @@
 """One trial's state as another one takes it over: a generation of two trials.
 
     trials/0007/step-00000400.1/weights.safetensors   links to those of the source,
-                                state.safetensors     trials/0002/step-00000400
+                                state.safetensors     trials/0002/step-00000400, and frozen
                                 own.safetensors       random streams, of trial 7
                                 manifest.json         hyperparameters, seed, position in the data,
                                                       of trial 7
@@ -22,7 +22,7 @@ from torch import Tensor
 from shoal.core.errors import StorageError
 from shoal.core.spec import Scalar
 from shoal.runtime.messages import Progress
-from shoal.runtime.saving.checkpoint import OWN, STATE, WEIGHTS, progress_record
+from shoal.runtime.saving.checkpoint import OWN, STATE, progress_record, weight_files
 from shoal.runtime.saving.packing import Packer
 from shoal.runtime.saving.tensorfile import row
 from shoal.storage.generations import Generation, Generations
@@ -53,7 +53,7 @@ def inherit(source: Generation, place: Generations, heir: Heir) -> Generation:
     tensors: dict[str, Tensor] = {}
     meta = _meta(source, heir, Packer(tensors, prefix="own|"))
     with place.begin(source.step) as draft:
-        for name in (WEIGHTS, STATE):
+        for name in (*weight_files(source), STATE):
             draft.link(source, name)
         draft.tensors(OWN, [row(name, tensor) for name, tensor in tensors.items()])
         return draft.commit(**meta)

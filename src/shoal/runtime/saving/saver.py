@@ -29,6 +29,8 @@ from shoal.runtime.messages import Settings
 from shoal.runtime.saving import checkpoint
 from shoal.runtime.saving.checkpoint import Content
 from shoal.storage.generations import Generations
+from shoal.storage.manifest import APART
+from shoal.storage.shared import Shared
 
 SHARE = 1 / 33
 """Of a trial's time, at most this much may pass between a step boundary and a durable state."""
@@ -74,6 +76,7 @@ class Saver:
         self._said, self._heard, self._notify = said, heard, notify
         self._unheard: dict[int, dict[str, int]] = {}  # trial -> generation -> messages by then
         self.waits = 0  # seconds for which the disk was waited for: no hang of the worker's
+        self._shared = Shared(APART)  # used by the writing thread only
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="saver")
         self._writing: dict[int, Future[Outcome]] = {}
         self._copied: Future[Outcome] | None = None  # the last one of a copy
@@ -172,7 +175,7 @@ class Saver:
         try:
             _check_is_there(self._settings.directory)
             self._collect(what.trial, place)
-            written = checkpoint.write(what, place)
+            written, num_bytes = checkpoint.write(what, place, self._shared)
             unheard = self._unheard.setdefault(what.trial, {})
             unheard[written.path.name] = NEVER
             self._collect(what.trial, place)
@@ -189,7 +192,7 @@ class Saver:
                 trial=what.trial,
                 step=what.step,
                 path=path,
-                bytes=what.num_bytes,
+                bytes=num_bytes,
                 seconds=seconds,
             )
         )
