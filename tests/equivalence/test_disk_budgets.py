@@ -37,7 +37,18 @@ def loss(output, batch):
     return F.cross_entropy(output, batch[1])
 
 
+def frozen(hp):
+    """A model most of which is not trained: the same bits in all trials, or each its own."""
+    draws = torch.Generator().manual_seed(int(1e6 * hp["lr"]) if hp.get("own") else 5)
+    base = nn.Linear(4, 520), nn.Linear(520, 520)
+    for parameter in (p for layer in base for p in layer.parameters()):
+        parameter.requires_grad_(False)
+        parameter.copy_(torch.randn(parameter.shape, generator=draws) / 20)
+    return nn.Sequential(*base, nn.Linear(520, 2))
+
+
 RECIPE = shoal.Recipe(model=model, data=data, loss=loss)
+FROZEN = shoal.Recipe(model=frozen, data=data, loss=loss)
 
 
 @dataclass
@@ -47,10 +58,13 @@ class Bench:
     tmp_path: object
     workers: object
     most: int = 0
+    recipe: shoal.Recipe = RECIPE
 
     def run(self, budget, **asked):
         asked = {"space": SPACE, "epochs": 4, "checkpoint_every": 0, **asked}
-        study = shoal.Study("it", RECIPE, directory=self.tmp_path, disk_budget=budget, **asked)
+        study = shoal.Study(
+            "it", self.recipe, directory=self.tmp_path, disk_budget=budget, **asked
+        )
         hardware = shoal.Hardware.virtual(devices=1, memory="64MiB")
         return study.run(hardware=hardware, workers=self.workers, callbacks=[self._look])
 
@@ -116,3 +130,18 @@ def test_trials_that_wait_for_each_other_are_within_the_budget(bench, pruner, ke
 
     assert report.count("FAILED") == 0
     assert bench.most <= budget
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_what_is_not_trained_counts_once_where_all_trials_are_known_to_have_it(bench, own):
+    bench.recipe = FROZEN
+    asked = {"trials": 6, "space": {**SPACE, "own": shoal.choice(own)}}
+    budget = bench.needed(**asked)
+
+    report = bench.run(budget, **asked)
+
+    assert report.count("FINISHED") == 6
+    assert bench.most <= budget
+    base = 4 * 520 * 520
+    assert (budget < 6 * base) is (not own)
+    assert (bench.most < 6 * base) is (not own)

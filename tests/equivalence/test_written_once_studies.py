@@ -239,7 +239,7 @@ SCRIPT = """
     import os, signal, sys
     sys.path.insert(0, {here!r})
     import shoal
-    from test_frozen import RECIPE, SPACE
+    from test_written_once_studies import RECIPE, SPACE
 
     study = shoal.Study(
         "it", RECIPE, space=SPACE, epochs=2, directory={place!r}, checkpoint_every=0

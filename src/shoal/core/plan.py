@@ -150,6 +150,8 @@ class Job:
     reads_s: Seconds = NO_SECONDS
     disk_bytes: Bytes = NO_BYTES
     foretells: bool = False  # its micro-batches overlap, and what each one draws is drawn ahead
+    frozen_bytes: Bytes = NO_BYTES  # of parameters that its generations share, as built
+    frozen: str = ""  # the same for jobs with the same bits in them; empty where not known
 
     @property
     def takes_s(self) -> Seconds:

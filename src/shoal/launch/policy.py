@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
 
@@ -15,6 +15,8 @@ from shoal.core.spec import Scalar
 from shoal.core.units import Bytes, Seconds, format_bytes
 from shoal.core.values import flag, whole
 from shoal.runtime.saving import checkpoint
+from shoal.storage.files import has_links
+from shoal.storage.generations import bytes_on_disk as files_of
 
 _BEST = re.compile(r"best:([1-9][0-9]{0,6})")
 _NO_BYTES = Bytes(0)
@@ -106,25 +108,39 @@ class CheckpointPolicy:
         ``keep=1``, one more. Of the best evaluation there is one too. Of trials that wait for
         each other it is what they have more than when they have ended.
         """
-        jobs = sorted(_jobs(plan, beside), key=generation_bytes, reverse=True)
-        of_each = max(self.keep, 2) + self.keep_best
-        training = sum((of_each + 1) * generation_bytes(job) for job in jobs[: plan.at_once])
+        shared, of_each = _shared(plan), max(self.keep, 2) + self.keep_best
+        jobs = [_own(job, shared) for job in _jobs(plan, beside)]
+        jobs.sort(key=lambda job: self._held(job, of_each + 1), reverse=True)
+        training = sum(self._held(job, of_each + 1) for job in jobs[: plan.at_once])
         waiting = (
-            of_each * generation_bytes(job) - (0 if self.best else self._ended_bytes(job))
+            self._held(job, of_each) - (0 if self.best else self._ended_bytes(job))
             for job in jobs[plan.at_once : beside.waiting]
         )
         return Bytes(training + sum(waiting))
 
     def finished_bytes(self, plan: Plan, beside: Beside = _NOTHING) -> Bytes:
-        """What stays when every trial has finished."""
-        sizes = [self._ended_bytes(job) for job in _jobs(plan, beside)]
-        return Bytes(sum(sorted([*sizes, *beside.ended], reverse=True)[: self.best]))
+        """What stays when every trial has finished; what many trials share is in it once."""
+        shared = _shared(plan)
+        sizes = [self._ended_bytes(_own(job, shared)) for job in _jobs(plan, beside)]
+        kept = sum(sorted([*sizes, *beside.ended], reverse=True)[: self.best])
+        return Bytes(kept + self._copies * sum(shared.values()))
 
-    def _ended_bytes(self, job: Job) -> int:
+    def _ended_bytes(self, job: _Own) -> int:
         """What stays of one trial."""
-        whole = generation_bytes(job)
-        last = _weight_bytes(job) if self.keep_finished == "weights" else self.keep * whole
-        return last + self.keep_best * whole
+        if self.keep_finished != "weights":
+            return self._held(job, self.keep + self.keep_best)
+        last = job.weight_bytes + self.keep_best * job.changing_bytes
+        return last + min(self._copies, 1 + self.keep_best) * job.frozen_bytes
+
+    def _held(self, job: _Own, generations: int) -> int:
+        """What so many generations of a trial take."""
+        copies = min(self._copies, generations)
+        return generations * job.changing_bytes + copies * job.frozen_bytes
+
+    @property
+    def _copies(self) -> int:
+        """On how many files what is not trained is, for all generations that have it."""
+        return min(self.keep, 2)
 
     def check(
         self,
@@ -182,17 +198,49 @@ class CheckpointPolicy:
         return f"train, and {waiting} wait for others" if waiting else "train"
 
 
-def bytes_on_disk(directory: Path, trials: Iterable[int], newest: int = 0) -> Bytes:
+def bytes_on_disk(
+    directory: Path,
+    trials: Iterable[int],
+    newest: int = 0,
+    seen: set[tuple[int, int]] | None = None,
+) -> Bytes:
     """What generations of ``trials`` take on disk now; what goes meanwhile counts as nothing.
 
-    Of each the ``newest`` so many, or 0 for all.
+    Of each the ``newest`` so many, or 0 for all. A file that several have counts once; one that
+    was ``seen`` before, not at all.
     """
-    total = 0
-    for trial in trials:
-        for generation in checkpoint.generations(directory, trial).all()[-newest:]:
-            with suppress(OSError):
-                total += sum(file.stat().st_size for file in generation.path.iterdir())
-    return Bytes(total)
+    seen = set() if seen is None else seen
+    places = (checkpoint.generations(directory, trial) for trial in trials)
+    return Bytes(sum(files_of(place.all()[-newest:], seen) for place in places))
+
+
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """What one trial's generations take: what each of them has, and what they share.
+
+    Attributes:
+        weight_bytes: Of ``changing_bytes`` those of weights.
+        frozen_bytes: Shared among its own generations, and with no other trial.
+    """
+
+    weight_bytes: int
+    changing_bytes: int
+    frozen_bytes: int
+
+
+def _shared(plan: Plan) -> dict[str, int]:
+    """What several trials of a plan have in the same bits, and its bytes."""
+    count = Counter(job.frozen for job in plan.jobs if job.frozen)
+    return {job.frozen: job.frozen_bytes for job in plan.jobs if count[job.frozen] > 1}
+
+
+def _own(job: Job, shared: Collection[str]) -> _Own:
+    frozen = job.frozen_bytes
+    return _Own(
+        weight_bytes=_weight_bytes(job) - frozen,
+        changing_bytes=changing_bytes(job),
+        frozen_bytes=0 if job.frozen in shared else frozen,
+    )
 
 
 def _jobs(plan: Plan, beside: Beside) -> list[Job]:
@@ -204,6 +252,22 @@ def generation_bytes(job: Job) -> int:
     """What one generation of a trial takes."""
     state = sum(shard.state_bytes for shard in job.shards)
     return _weight_bytes(job) + state
+
+
+def changing_bytes(job: Job) -> int:
+    """What a generation of a trial adds to those that it has."""
+    return generation_bytes(job) - job.frozen_bytes
+
+
+def as_saved_in(place: Path, plan: Plan) -> Plan:
+    """The plan, of which nothing is shared where the file system has no links for that.
+
+    ``place``, or a directory above it, is there.
+    """
+    if not any(job.frozen_bytes for job in plan.jobs) or has_links(place):
+        return plan
+    jobs = (replace(job, frozen_bytes=_NO_BYTES, frozen="") for job in plan.jobs)
+    return replace(plan, jobs=tuple(jobs))
 
 
 def _weight_bytes(job: Job) -> int:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from shoal.core.plan import Job, Plan
 from shoal.core.units import Bytes
 from shoal.launch.case import Case
-from shoal.launch.policy import Beside, CheckpointPolicy, bytes_on_disk
+from shoal.launch.policy import Beside, CheckpointPolicy, as_saved_in, bytes_on_disk
 from shoal.observe.rows import TrialState
 
 _LETS_GO = (TrialState.FINISHED, TrialState.PRUNED)
@@ -43,14 +43,15 @@ class Room:
             PlanError: more is needed than ``free``, or than the budget.
         """
         jobs = self._jobs | {job.trial: job for job in plan.jobs}
-        stays, place = self._policy.stays, self._place
-        ended = [bytes_on_disk(place, [number], newest=stays) for number in self._ended]
+        stays, place, seen = self._policy.stays, self._place, set[tuple[int, int]]()
+        ended = [bytes_on_disk(place, [n], newest=stays, seen=seen) for n in self._ended]
+        theirs = bytes_on_disk(place, sorted(jobs), seen=seen)
         self._policy.check(
-            replace(plan, jobs=tuple(jobs.values())),
+            as_saved_in(place, replace(plan, jobs=tuple(jobs.values()))),
             free,
             reserve=reserve or Bytes(0),
-            theirs=bytes_on_disk(place, sorted(jobs)),
-            others=bytes_on_disk(place, self._others),
+            theirs=theirs,
+            others=bytes_on_disk(place, self._others, seen=seen),
             beside=Beside(to_come=to_come, waiting=self._waiting, ended=ended),
         )
         self._jobs = jobs

@@ -17,7 +17,7 @@ from shoal.bench.disk import file_system, glance
 from shoal.core.plan import Plan
 from shoal.core.units import Bytes
 from shoal.device.pace import SystemClock
-from shoal.launch.policy import CheckpointPolicy, generation_bytes
+from shoal.launch.policy import CheckpointPolicy, as_saved_in, changing_bytes
 from shoal.planner.saving import DiskSpeed, Interval, States, interval
 from shoal.runtime.saving.saver import SHARE
 
@@ -33,10 +33,11 @@ def interval_of(policy: CheckpointPolicy, plan: Plan, directory: Path) -> Interv
     As the policy says, without a word, where there is little to save or nothing can be written.
     """
     as_asked = Interval(every_s=policy.every_s)
-    states = states_of(plan)
+    place = _existing(directory)
+    states = states_of(as_saved_in(place, plan))
     if states.together < LEAST_BYTES:
         return as_asked
-    place, measured = _existing(directory), load()
+    measured = load()
     expected = _expected(measured, place)
     is_recent = measured is not None and 0 <= time.time() - measured.taken_at < RECENT_S
     look_s = RECENT_LOOK_S if expected is not None and is_recent else LOOK_S
@@ -60,8 +61,8 @@ def with_interval(plan: Plan, decided: Interval) -> Plan:
 
 
 def states_of(plan: Plan) -> States:
-    """What is saved of the largest trials that may train at a time."""
-    sizes = sorted((generation_bytes(job) for job in plan.jobs), reverse=True)[: plan.at_once]
+    """What is saved again and again of the largest trials that may train at a time."""
+    sizes = sorted((changing_bytes(job) for job in plan.jobs), reverse=True)[: plan.at_once]
     return States(
         together=Bytes(sum(sizes)), largest=Bytes(max(sizes, default=0)), trials=len(sizes)
     )

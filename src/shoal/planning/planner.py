@@ -16,6 +16,7 @@ from shoal.core.units import Seconds
 from shoal.fusion.match import told_of
 from shoal.pipeline.stops import Stops
 from shoal.planning.asking import Asking, Receive
+from shoal.planning.bases import with_frozen
 from shoal.planning.capturing import Total
 from shoal.planning.deciding import Deciding
 from shoal.planning.fusing import Fusing
@@ -216,7 +217,11 @@ class Planner:
         warnings = (*meant, *mixed, *others, *lost)
         planned = replace(
             planned,
-            plan=replace(planned.plan, warnings=warnings),
+            plan=replace(
+                planned.plan,
+                jobs=with_frozen(planned.plan.jobs, described.signatures, noticed),
+                warnings=warnings,
+            ),
             unvalidated=tuple(sorted(n for n in noticed if not noticed[n].validates)),
         )
         self._staleness.add(planned.plan.jobs)

@@ -324,6 +324,8 @@ class Noticed:
     state_bytes: int = 0  # of its parameters, gradients and optimizer state, or less
     made: Made | None = None  # where it was asked for
     data_reads: frozenset[str] = frozenset()  # hyperparameters that its data was made of
+    frozen_bytes: int = 0  # of its parameters that stay as they are built, if enough for a file
+    frozen: str = ""  # a digest of them, where the model was built with memory
 
 
 @dataclass(frozen=True, slots=True)

@@ -247,6 +247,22 @@ def second_name(source: Path, target: Path) -> SecondName:
     return SecondName.GIVEN
 
 
+def has_links(directory: Path) -> bool:
+    """Whether a file in ``directory`` could have a second name; False where none can be made."""
+    first, second = (directory / f".{name}.link.tmp" for name in ("first", "second"))
+    try:
+        for path in (first, second):
+            remove_file(path)
+        write_file(first, b"")
+        return second_name(first, second) is SecondName.GIVEN
+    except StorageError:
+        return False
+    finally:
+        for path in (first, second):
+            with suppress(StorageError):
+                remove_file(path)
+
+
 @contextmanager
 def turn(directory: Path, patience_s: float) -> Iterator[None]:
     """Be the only one in here of those that come for ``directory``, each for a short while.

@@ -33,6 +33,8 @@ from shoal.storage.generations import Draft, Generation, Generations
 from shoal.storage.tensors import FileRecord, TensorFile, header_of
 
 Row = tuple[str, str, Sequence[int], Any]
+LEAST_SHARED_BYTES = 1 << 20
+"""Less than that is not worth a file."""
 PATIENCE_S = 120.0
 """For so long a process waits while another one writes what may be the same."""
 

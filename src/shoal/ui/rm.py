@@ -93,13 +93,15 @@ def _read(place: Path) -> Snapshot:
 
 
 def measure(place: Path) -> int:
-    """Bytes of all files below ``place``; links count as themselves."""
-    total = 0
+    """Bytes of all files below ``place``, each once; symbolic links count as themselves."""
+    total, seen = 0, set[tuple[int, int]]()
     for folder, _, files in os.walk(place):
         for name in files:
             with contextlib.suppress(FileNotFoundError):
                 found = os.lstat(os.path.join(folder, name))
-                total += found.st_size if stat.S_ISREG(found.st_mode) else 0
+                inode = found.st_dev, found.st_ino
+                total += found.st_size if stat.S_ISREG(found.st_mode) and inode not in seen else 0
+                seen.add(inode)
     return total
 
 

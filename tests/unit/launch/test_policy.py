@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from dataclasses import replace
+
 import pytest
 from generating import generate
 
 from shoal.core.errors import PlanError, SpecError
 from shoal.core.plan import Plan
 from shoal.core.units import Bytes, Seconds
-from shoal.launch.policy import Beside, CheckpointPolicy, bytes_on_disk
+from shoal.launch.policy import Beside, CheckpointPolicy, as_saved_in, bytes_on_disk
 from shoal.testing import make_device, make_job, make_shard
 
 MIB = 2**20
@@ -75,6 +79,72 @@ def test_finished_trials_have_what_keep_finished_says():
         policy(keep_finished="best:3", keep_best=True)
     assert policy(keep=1, keep_best=True).finished_bytes(plan(4)) == 8 * ONE
     assert 4 * MIB < policy(keep_finished="weights").finished_bytes(plan(4)) < 5 * MIB
+
+
+def with_base(plan, *digests, size=MIB // 2):
+    """Half of each trial's weights frozen; of trials with the same digest, to the same bits."""
+    pairs = zip(plan.jobs, digests, strict=True)
+    jobs = tuple(replace(job, frozen_bytes=Bytes(size), frozen=digest) for job, digest in pairs)
+    return replace(plan, jobs=jobs)
+
+
+def test_what_a_trials_generations_share_counts_twice_and_where_one_is_kept_once():
+    base = MIB // 2
+    own = with_base(plan(4), "", "a", "b", "c")  # of the first nobody knows
+    assert policy(keep=3).running_bytes(own) == 4 * (ONE - base) + 2 * base
+    assert policy(keep=3).finished_bytes(own) == 4 * (3 * (ONE - base) + 2 * base)
+    assert policy(keep=1).finished_bytes(own) == 4 * ONE
+    assert policy(keep=1).running_bytes(own) == 3 * (ONE - base) + base
+    weights = policy(keep_finished="weights")
+    assert weights.finished_bytes(own) == weights.finished_bytes(plan(4))
+
+
+def test_what_all_trials_share_counts_twice_in_all():
+    base = MIB // 2
+    shared = with_base(plan(4), "a", "a", "a", "a")
+    assert policy().running_bytes(shared) == 3 * (ONE - base)
+    assert policy().finished_bytes(shared) == 8 * (ONE - base) + 2 * base
+    assert policy(keep=1).finished_bytes(shared) == 4 * (ONE - base) + base
+    assert policy(keep_finished="best:1").finished_bytes(shared) == 2 * (ONE - base) + 2 * base
+    weights = policy(keep_finished="weights").finished_bytes(plan(4))
+    assert policy(keep_finished="weights").finished_bytes(shared) == weights - 4 * base + 2 * base
+    two = with_base(plan(4), "a", "a", "b", "b")
+    assert policy().finished_bytes(two) == 8 * (ONE - base) + 4 * base
+
+
+def test_trials_to_come_have_the_base_that_several_have_and_else_one_each():
+    base, later = MIB // 2, Beside(to_come=4)
+    shared, own = with_base(plan(2), "a", "a"), with_base(plan(2), "a", "b")
+    assert policy().finished_bytes(shared, later) == 12 * (ONE - base) + 2 * base
+    assert policy().finished_bytes(own, later) == 6 * (2 * (ONE - base) + 2 * base)
+
+
+def test_without_links_nothing_is_shared(tmp_path, monkeypatch):
+    shared = with_base(plan(2), "a", "a")
+    assert as_saved_in(tmp_path, shared) == shared
+
+    def link(*_, **__):
+        raise OSError(errno.EPERM, "no")
+
+    monkeypatch.setattr(os, "link", link)
+    assert as_saved_in(tmp_path, shared) == plan(2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_that_several_generations_have_count_once(tmp_path):
+    for trial in (0, 1):
+        place = tmp_path / "trials" / f"{trial:04d}" / "step-00000001"
+        place.mkdir(parents=True)
+        (place / "weights.safetensors").write_bytes(bytes(10))
+    (tmp_path / "base").write_bytes(bytes(100))
+    for trial in (0, 1):
+        os.link(
+            tmp_path / "base",
+            tmp_path / "trials" / f"{trial:04d}" / "step-00000001" / "frozen.safetensors",
+        )
+    assert bytes_on_disk(tmp_path, [0, 1]) == 120
+    seen = set()
+    assert [bytes_on_disk(tmp_path, [n], seen=seen) for n in (0, 1)] == [110, 10]
 
 
 def test_trials_that_a_search_will_ask_for_count_as_if_they_were_like_the_others():

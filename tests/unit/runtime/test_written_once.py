@@ -7,7 +7,6 @@ import torch
 
 from shoal.runtime.saving import checkpoint
 from shoal.runtime.saving.checkpoint import (
-    LEAST_SHARED_BYTES,
     STATE,
     WEIGHTS,
     Content,
@@ -15,7 +14,7 @@ from shoal.runtime.saving.checkpoint import (
     read_weights,
 )
 from shoal.storage.manifest import APART
-from shoal.storage.shared import Shared
+from shoal.storage.shared import LEAST_SHARED_BYTES, Shared
 
 MANY = LEAST_SHARED_BYTES // 4  # as many float32 are worth a file
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 import sqlite3
 import sys
@@ -168,6 +169,13 @@ def test_links_inside_are_deleted_and_not_followed(runs: Path, tmp_path: Path) -
     _remove("first", runs=runs)
 
     assert (data / "mine").exists()
+
+
+def test_a_file_that_several_checkpoints_have_counts_once(runs: Path) -> None:
+    before = measure(runs / "first")
+    (runs / "first" / "base").write_bytes(bytes(1000))
+    os.link(runs / "first" / "base", runs / "first" / "again")
+    assert measure(runs / "first") == before + 1000
 
 
 def test_an_interrupted_removal_leaves_nothing_that_looks_like_a_study(

@@ -24,11 +24,13 @@ from shoal.fusion import Signature, signature_of
 from shoal.fusion.batches import leaves_of, rebuilt
 from shoal.fusion.constants import constants_of
 from shoal.fusion.globals import configuration
+from shoal.habits import habits_of
 from shoal.optimizers import build_optimizer_of
 from shoal.pystate import ambient
 from shoal.recipe import Batch, Recipe, build_model, epoch_length, read_data
 from shoal.recipechecks import check_loss
 from shoal.rng import seed_all
+from shoal.runtime.measuring.bases import Bases, frozen_bits, frozen_size
 from shoal.runtime.measuring.paces import paces_of
 from shoal.runtime.measuring.unread import Code, Reading, read_schedule
 from shoal.runtime.messages import Describe, Described, Made, Noticed
@@ -58,13 +60,14 @@ def describe(recipe: Recipe, order: Describe, note: Callable[[int | None], None]
     found: dict[int, _One] = {}
     errors: dict[int, str] = {}
     cause: Exception | None = None
-    code = Code(recipe)
+    code, bases = Code(recipe), Bases(recipe)
     for trial in order.trials:
         note(trial.number)
         try:
             ambient.here().begin()
             one = _one(recipe, trial, code, arrays=order.arrays, shapes=order.shapes)
-            found[trial.number] = one
+            bits = bases.of(trial, one.signature, one.noticed)
+            found[trial.number] = one._replace(noticed=replace(one.noticed, frozen=bits))
         except (Exception, SystemExit) as error:
             errors[trial.number] = own_traceback(error)
             cause = cause or own_error(error)
@@ -111,6 +114,7 @@ def _one(
         length = "known" if epoch_length(found.train) is not None else "not known"
         array = Signature((*facts, ("the length of the data", length)))
         constants = constants_of(found.recipe, found.model)
+    frozen_bytes = 0 if habits_of(schedule).touches else frozen_size(found.model)
     noticed = reading.end(code)  # while what keeps them is there
     noticed = replace(
         noticed,
@@ -122,6 +126,8 @@ def _one(
         state_bytes=_least_state(found.model, found.optimizer),
         made=_made(found) if shapes else None,
         data_reads=found.data_reads,
+        frozen_bytes=frozen_bytes,
+        frozen=frozen_bits(found.model) if frozen_bytes else "",
     )
     return _One(signature, noticed, array, constants)
 

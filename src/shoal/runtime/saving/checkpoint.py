@@ -58,11 +58,16 @@ from shoal.runtime.session import Session
 from shoal.storage.files import sync_directory
 from shoal.storage.generations import Draft, Generation, Generations
 from shoal.storage.manifest import APART
-from shoal.storage.shared import Row, Shared, digests_before, unchanged
+from shoal.storage.shared import (
+    LEAST_SHARED_BYTES,
+    Row,
+    Shared,
+    digests_before,
+    unchanged,
+)
 from shoal.storage.tensors import digest_of
 
 WEIGHTS, STATE, OWN = "weights.safetensors", "state.safetensors", "own.safetensors"
-LEAST_SHARED_BYTES = 1 << 20  # less than that is not worth a file
 OnDamage = Callable[[Path, str], None]
 
 
