@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 from xxhash import xxh3_128_hexdigest
 
 from shoal.core.errors import StorageError
+from shoal.storage.failures import reported
 from shoal.storage.files import SecondName, turn
 from shoal.storage.generations import Draft, Generation, Generations
 from shoal.storage.tensors import FileRecord, TensorFile, header_of
@@ -146,8 +147,11 @@ class Shared:
 
     def _beside(self, place: Generations) -> Iterator[tuple[File, Generation]]:
         """Those of the other trials."""
-        for directory in sorted(place.directory.parent.iterdir()):
-            if directory != place.directory and directory.is_dir():
+        trials = place.directory.parent
+        with reported("list", trials):
+            names = sorted(os.listdir(trials))
+        for directory in (trials / name for name in names if name != place.directory.name):
+            if directory.is_dir() and not directory.is_symlink():
                 yield from self._of(Generations(directory))
 
     def _is_whole(self, path: Path, record: FileRecord) -> bool:

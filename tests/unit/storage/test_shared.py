@@ -11,7 +11,7 @@ from contextlib import ExitStack
 import pytest
 
 from shoal.storage import files, manifest
-from shoal.storage.failures import Damaged
+from shoal.storage.failures import Damaged, FileError
 from shoal.storage.generations import Generations, bytes_on_disk
 from shoal.storage.manifest import APART, NewerFormat
 from shoal.storage.shared import Shared, digests_before, unchanged
@@ -165,6 +165,23 @@ def test_a_file_that_was_written_to_since_is_read_again(trials, shared):
     assert inode(commit(trials(1), 1, shared)) == inode(first)
     flip(first.path / APART)
     assert inode(commit(trials(2), 1, shared)) != inode(first)
+
+
+def test_a_study_that_cannot_be_listed_is_a_storage_error(trials, shared, monkeypatch):
+    def listdir(path):
+        raise FileNotFoundError(errno.ENOENT, "gone", str(path))
+
+    monkeypatch.setattr(os, "listdir", listdir)
+    with pytest.raises(FileError, match="cannot list"):
+        commit(trials(), 1, shared)
+
+
+def test_a_trial_that_is_a_link_to_elsewhere_shares_nothing(trials, shared, tmp_path):
+    first = commit(trials(0, keep=1), 1, shared)
+    (tmp_path / "elsewhere").mkdir()
+    trials(0).directory.rename(tmp_path / "elsewhere" / "0000")
+    trials(0).directory.symlink_to(tmp_path / "elsewhere" / "0000")
+    assert not (commit(trials(1), 1, shared).path / APART).samefile(first.path / APART)
 
 
 def test_what_is_read_once_is_not_read_again(trials, shared, monkeypatch):
