@@ -200,6 +200,17 @@ int renameat(int from_directory, const char *from, int to_directory, const char 
     WHOLE("rename", counts, NEEDS_SPACE, -1, real(from_directory, from, to_directory, to));
 }
 
+int link(const char *from, const char *to) {
+    REAL(link);
+    WHOLE("link", path_counts(AT_FDCWD, to), NEEDS_SPACE, -1, real(from, to));
+}
+
+int linkat(int from_directory, const char *from, int to_directory, const char *to, int flags) {
+    REAL(linkat);
+    int counts = path_counts(to_directory, to);
+    WHOLE("link", counts, NEEDS_SPACE, -1, real(from_directory, from, to_directory, to, flags));
+}
+
 int unlink(const char *path) {
     REAL(unlink);
     WHOLE("unlink", path_counts(AT_FDCWD, path), 0, -1, real(path));
