@@ -114,6 +114,7 @@ def array_loop(
     eval_every: int | None = None,
     inherits: Mapping[int, PlainSource] = MappingProxyType({}),
     later: Sequence[tuple[int, ...]] = (),
+    any_layout: bool = False,
 ) -> PlainResult:
     """The plain loop of a trial that trained in an array: in its slot, with nobody beside it.
 
@@ -121,7 +122,8 @@ def array_loop(
     ``plain_loop`` but for the rounding of other kernels. ``kind`` is how the array's passes run;
     traced ones have the bits of eager ones. ``inherits`` is as there. ``later`` has the seats that
     it got on the way: after which step (and its evaluation) which slot of an array of which width;
-    of width 1 it trains by itself.
+    of width 1 it trains by itself. ``any_layout``: the array was one of trials whose batches vary
+    in length, so that those of every length run stacked, and not of the first one's alone.
 
     Raises:
         Declined: the trial can be in no array.
@@ -136,9 +138,8 @@ def array_loop(
         for step, source in inherits.items()
     }
     with borrowed_process(threads, where):
-        place = SlotPlace(
-            slot, width, kind, tuple(Epoch(seat[0], seat[1], seat[2]) for seat in later)
-        )
+        seats = tuple(Epoch(seat[0], seat[1], seat[2]) for seat in later)
+        place = SlotPlace(slot, width, kind, seats, any_layout)
         trained = train_in_slot(recipe, hp, seed, place, device=where, **ends)
     member, history = trained.member, trained.history
     return PlainResult(
@@ -167,8 +168,8 @@ class PlainTrial:
     """A trial of a population: how it began, and by step from which trial it went on, with what.
 
     ``inherits`` is what ``TrialResult.inherited`` lists; ``place`` the slot and width of the
-    array that it trained in, if it did, ``kind`` how that array's passes ran, and ``later`` the
-    seats that it got on the way (``array_loop``).
+    array that it trained in, if it did, ``kind`` how that array's passes ran, ``later`` the
+    seats that it got on the way, and ``any_layout`` which batches ran stacked (``array_loop``).
     """
 
     hp: HP
@@ -177,6 +178,7 @@ class PlainTrial:
     place: tuple[int, int] | None = None
     kind: PassKind = "eager"
     later: Sequence[tuple[int, int, int]] = ()
+    any_layout: bool = False
 
 
 _NOT_IN_ARRAYS = (
@@ -216,7 +218,7 @@ def plain_population(
             return plain_loop(recipe, asked.hp, asked.seed, **told)
         told = {name: value for name, value in told.items() if name not in _NOT_IN_ARRAYS}
         slot, width = asked.place
-        told |= {"kind": asked.kind, "later": asked.later}
+        told |= {"kind": asked.kind, "later": asked.later, "any_layout": asked.any_layout}
         return array_loop(recipe, asked.hp, asked.seed, slot=slot, width=width, **told)
 
     with ambient.watching(recipe) as here:  # each has what its code keeps in globals for itself

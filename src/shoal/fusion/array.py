@@ -26,9 +26,12 @@ from torch import nn
 from shoal.core.errors import TrialError
 from shoal.fusion.admission import require_signature, shared_signature, shell
 from shoal.fusion.batches import elements_of, layout_of, moved_together
+from shoal.fusion.compiled import CompiledBackend
 from shoal.fusion.crew import ArrayBackend, Crew, Trained
+from shoal.fusion.declined import Declined
 from shoal.fusion.finish import Finisher, advance_schedule, names_held
 from shoal.fusion.fused import StackedBackend
+from shoal.fusion.gathered import Gathered
 from shoal.fusion.lonesteps import LoneSteps
 from shoal.fusion.loop import LoopBackend, alone, current_rng, lone_pass, torch_streams_of
 from shoal.fusion.member import Member
@@ -90,6 +93,7 @@ class Array:
     or have retired; another width rounds in other ways. A slot whose
     trial failed waits until it is retired. ``usual`` is the layout of the batches that run
     stacked (``layout_of``); without one the first batches after a change of members say it.
+    With ``any_layout`` all do, in a pass for each layout: of trials whose batches vary in length.
     ``stacking`` makes the rows.
 
     Raises:
@@ -103,6 +107,7 @@ class Array:
         device: str | torch.device = "cpu",
         backend: ArrayBackend | None = None,
         usual: Hashable = None,
+        any_layout: bool = False,
         stacking: Callable[[Sequence[nn.Module]], Stacked] = Stacked,
     ) -> None:
         self.device = torch.device(device)
@@ -116,7 +121,26 @@ class Array:
         self._names_held = names_held(members[0])
         for member in members:
             self.backend.require(member)
+        self._any_layout = any_layout and self.backend.stacks_gradients and self._own is None
+        if self._any_layout:
+            self._require_any(members[0])
         self._form(members)
+
+    def _require_any(self, member: Member) -> None:
+        """Refuse what needs batches of one layout."""
+        if isinstance(self.backend, CompiledBackend):
+            raise Declined(
+                "compiled code is of batches of one length, and those of these trials vary: pad "
+                "all batches to one length"
+            )
+        held = set(self._names_held)
+        for name, parameter in member.module.named_parameters():
+            if parameter.requires_grad and name not in held:
+                raise Declined(
+                    f"its batches vary in length, and the gradient of {name!r}, which no "
+                    "optimizer has, adds up from step to step: freeze it, or pad all batches to "
+                    "one length"
+                )
 
     def _form(self, members: Sequence[Member]) -> None:
         self._occupied = [True] * len(members)
@@ -216,14 +240,17 @@ class Array:
             (batches,) = micro_batches
             return self._step_their_own(self._own, read_now(batches))
         self._finisher.drop_gradients(self.occupied)
-        tally = _Tally(self.width)
+        tally, gathered = _Tally(self.width), Gathered(self._crew.stacked.parameters)
         for batches in map(read_now, micro_batches):
             active = self._taking_part(batches, tally.failures)
-            if any(active):
+            if any(active) and self._any_layout:
+                self._train_by_layout(batches, active, tally, gathered)
+            elif any(active):
                 self._train(batches, active, tally)
         means = tally.means()
         tally.failures.update(self._nonfinite(means, tally))
         stepping = [s for s, count in enumerate(tally.counts) if count and s not in tally.failures]
+        gathered.require_even(stepping)
         mixed = tally.apart & tally.together
         tally.failures.update(self._finisher.finish(stepping, tally.apart, mixed))
         self._failed |= set(tally.failures)
@@ -282,6 +309,23 @@ class Array:
             if any(taking):
                 trained = backend.train(self._crew, moved, taking, scale)
                 tally.add(taking, trained, is_alone=backend is self._lone)
+
+    def _train_by_layout(
+        self, batches: Sequence[Any], active: Sequence[bool], tally: _Tally, gathered: Gathered
+    ) -> None:
+        """A pass for each layout that there is, of all rows: also where one slot alone has it.
+
+        So a slot's bits do not depend on whether another one's batch is as long.
+        """
+        moved = self._moved(batches, active)
+        layouts = [layout_of(b) if a else None for b, a in zip(moved, active, strict=True)]
+        scale = 1 / self._crew.members[0].recipe.accumulate
+        for layout in dict.fromkeys(layout for layout in layouts if layout is not None):
+            taking = [mine == layout for mine in layouts]
+            slots = [slot for slot, is_taking in enumerate(taking) if is_taking]
+            with gathered.adding(slots):
+                trained = self.backend.train(self._crew, moved, taking, scale)
+            tally.add(taking, trained, is_alone=False)
 
     def _moved(self, batches: Sequence[Any], active: Sequence[bool]) -> Sequence[Any]:
         if self.device.type == "cpu":
@@ -348,9 +392,11 @@ class Array:
         layouts = [layout_of(b) if a else None for b, a in zip(moved, active, strict=True)]
         for layout in {layout for layout in layouts if layout is not None}:
             taking = [mine == layout for mine in layouts]
-            if self._own is not None or self._is_large(layout):
-                for slot in (s for s, is_taking in enumerate(taking) if is_taking):
+            for slot in (s for s, is_taking in enumerate(taking) if is_taking):
+                if self._own is not None or self._is_large(slot, layout):
                     results[slot] = self._evaluate_alone(slot, moved[slot])
+                    taking[slot] = False
+            if not any(taking):
                 continue
             found = self.backend.evaluate(self._crew, moved, taking)
             for slot in (s for s, is_taking in enumerate(taking) if is_taking):
@@ -378,17 +424,19 @@ class Array:
         """Whether evaluating these batches is a pass of all slots, and not one after the other."""
         if self._own is not None or not self.backend.stacks_gradients:
             return False
-        return not any(b is not None and self._is_large(layout_of(b)) for b in batches)
+        there = ((slot, batch) for slot, batch in enumerate(batches) if batch is not None)
+        return not any(self._is_large(slot, layout_of(batch)) for slot, batch in there)
 
-    def _is_large(self, layout: Hashable) -> bool:
+    def _is_large(self, slot: int, layout: Hashable) -> bool:
         """Whether slots are evaluated one after the other on such batches, by their shapes alone.
 
         On a CPU what many slots would compute at once of such batches leaves its caches; what
         a pass takes beside computing matters little there.
         """
-        if self.device.type != "cpu" or self._usual is None:
+        usual = self._crew.members[slot].usual if self._any_layout else self._usual
+        if self.device.type != "cpu" or usual is None:
             return False
-        return elements_of(layout) >= LARGE * max(1, elements_of(self._usual))
+        return elements_of(layout) >= LARGE * max(1, elements_of(usual))
 
     def _evaluate_alone(self, slot: int, batch: Any) -> dict[str, float]:
         """As the plain loop does it, on the slot's rows."""

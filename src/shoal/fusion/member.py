@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +25,8 @@ class Member:
     In an array the module's parameters and buffers are views of the array's tensors, and
     the optimizer holds the same parameter objects throughout. ``rng`` is current outside an
     array; inside, the array's streams are (``Array.extract`` brings it up to date). ``recipe`` is
-    that of a trial with these ``hp``, whichever was given.
+    that of a trial with these ``hp``, whichever was given. ``usual`` is the layout of its data's
+    first batch, where it is asked for.
     """
 
     recipe: Recipe
@@ -36,6 +37,7 @@ class Member:
     rng: RngState
     step: int = 0
     modes: Modes | None = None  # where the recipe has a step of its own
+    usual: Hashable = None
     habits: Habits = field(init=False)  # of the schedule
 
     def __post_init__(self) -> None:

@@ -67,12 +67,16 @@ Inherits = Mapping[int, Inherited]
 
 
 class SlotPlace(NamedTuple):
-    """A slot of an array of ``width``, and how its passes run; and which seats it has later."""
+    """A slot of an array of ``width``, and how its passes run; and which seats it has later.
+
+    ``any_layout``: batches of every layout run stacked (``Array``).
+    """
 
     slot: int
     width: int
     kind: PassKind = "eager"
     later: Sequence[Epoch] = ()
+    any_layout: bool = False
 
 
 class _Loop:
@@ -81,7 +85,7 @@ class _Loop:
     def __init__(
         self, recipe: Recipe, hp: HP, seed: int, place: SlotPlace, device: torch.device
     ) -> None:
-        slot, width, kind, _ = place
+        slot, width, kind, _, self._any_layout = place
         self._recipe, self._slot, self._width, self._kind = recipe, slot, width, kind
         self._seed, self._device = seed, device
         self._later = {epoch.step: epoch for epoch in place.later}
@@ -117,7 +121,14 @@ class _Loop:
         """An array with nobody else in it; by itself a trial is one that runs its own code."""
         is_alone = self._width == ALONE
         backend = LoopBackend() if is_alone else backend_of(self._kind)
-        array = Array([member], device=self._device, backend=backend, usual=self._usual)
+        member.usual = self._usual
+        array = Array(
+            [member],
+            device=self._device,
+            backend=backend,
+            usual=self._usual,
+            any_layout=self._any_layout,
+        )
         array.widen(self._slot, self._width)
         return array
 
@@ -191,6 +202,7 @@ class _Loop:
         if epoch is not None or self._width == ALONE:  # what is frozen is another shape
             self.array = self._seat(member)
         else:
+            member.usual = self._usual
             self.array.refill(self._slot, member)
 
     def kept(self) -> Mapping[str, Any]:
