@@ -296,6 +296,8 @@ class WidthMeasure:
     ``is_over``: the device has no room for it, and it has no seconds of its own. ``pool_bytes``
     are kept between steps, beside what the trials hold: graphs on a GPU have memory of their own.
     ``evaluates_each``: slots are evaluated one by one, and those that are not cost nothing.
+    ``passes``: of a step, on average: one for each length of its slots' batches, whose sizes
+    ``lengths`` tells, where they vary.
     """
 
     width: int
@@ -314,6 +316,8 @@ class WidthMeasure:
     moved_bytes: Bytes = NO_BYTES
     is_over: bool = False
     evaluates_each: bool = False
+    passes: float = 1.0
+    lengths: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -74,10 +74,12 @@ class TracedBackend(StackedBackend):
 
     Attributes:
         is_paused: It trains eagerly, and makes no graphs, for now.
+        makes_more: Whether it makes graphs of passes over batches of other layouts.
         quickens: Whether its graphs do without what they need not do.
     """
 
     quickens = True
+    makes_more = True
 
     def __init__(self, launcher: Launcher | None = None) -> None:
         super().__init__()
@@ -177,7 +179,7 @@ class TracedBackend(StackedBackend):
             return None
         is_training = crew.members[0].module.training
         key = (torch.is_grad_enabled(), is_training, layout_of(batches[0]))
-        if key not in self._kept and len(self._kept) >= MOST:
+        if key not in self._kept and (len(self._kept) >= MOST or not self.makes_more):
             return None
         return self._kept.setdefault(key, Kept())
 

@@ -39,12 +39,13 @@ Next = Callable[[ArrayMeasure], Candidate | None]
 class Room(NamedTuple):
     """What a device has room for, as far as states tell: an array of a width, a trial alone.
 
-    And how that one trains.
+    How that one trains, and whether batches vary in length.
     """
 
     has_array: Callable[[int], bool] = lambda width: True
     has_trial: bool = True
     captures: bool = False  # a trial alone
+    varies: bool = False
 
 
 ANY = Room()
@@ -108,6 +109,7 @@ def _with(measure: ArrayMeasure, candidate: Candidate, asked: _Tries) -> ArrayMe
         is_whole=is_whole,
         alone_fits=room.has_trial,
         captures=room.captures,
+        varies=room.varies,
     )
     built = asking.measure_arrays(order, asked.devices)
     tries: list[ArrayTry] = []
@@ -201,6 +203,7 @@ def found_of(
     columns = [[_median([row[at] for row in rounds]) for rounds in told] for at in range(4)]
     once = list(zip(*(found.once_s for found in tries), strict=True))
     longest = [max(column) or max(roughly) for column, roughly in zip(columns, once, strict=True)]
+    longest[:2] = [seconds / max(found.steps for found in tries) for seconds in longest[:2]]
     alone_s, step_s, alone_valid_s, valid_s = map(Seconds, longest)
     return WidthMeasure(
         width=candidate.width,
@@ -216,6 +219,8 @@ def found_of(
         noise=max(noise_of(rounds) for rounds in told),
         is_over=any(found.is_over for found in tries),
         evaluates_each=any(found.evaluates_each for found in tries),
+        passes=max(found.passes for found in tries),
+        lengths=next((found.lengths for found in tries if found.lengths), ""),
     )
 
 

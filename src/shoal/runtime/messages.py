@@ -160,7 +160,7 @@ class MeasureArray:
 
     ``is_whole``: the device may have room for it; else it is not built, and what a trial alone
     takes is asked for. ``alone_fits``: it has room for that one. ``captures``: that one trains
-    captured.
+    captured. ``varies``: their batches vary in length, and several are looked at.
     """
 
     trials: tuple[TrialSpec, ...]
@@ -169,6 +169,7 @@ class MeasureArray:
     is_whole: bool = True
     alone_fits: bool = True
     captures: bool = False
+    varies: bool = False
 
     @property
     def trial(self) -> TrialSpec:
@@ -355,7 +356,9 @@ class ArrayTry:
 
     ``declined``: why there is none; ``is_kind``: other ways to run passes may do. ``is_over``: the
     device has no room for it, and only a trial alone is there to be timed, if that.
-    ``once_s``: seconds of each contender (``TimedArray``), roughly; 0 if there is none.
+    ``once_s``: seconds of each contender (``TimedArray``), roughly; 0 if there is none. A
+    step's are of ``steps`` of them, one after another. ``passes``: of a step, one for each of the
+    ``lengths``.
     """
 
     declined: str = ""
@@ -372,6 +375,9 @@ class ArrayTry:
     notes: tuple[str, ...] = ()
     nodes: int = 0
     compiler: str = ""
+    steps: int = 1
+    passes: float = 1.0
+    lengths: str = ""
 
 
 @dataclass(frozen=True, slots=True)

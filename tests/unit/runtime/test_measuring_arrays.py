@@ -18,7 +18,7 @@ from shoal.fusion.compiled import CompiledBackend
 from shoal.fusion.traced import TracedBackend
 from shoal.recipe import Recipe
 from shoal.runtime.capture.captures import Captures
-from shoal.runtime.measuring import stackedmeasure, widths
+from shoal.runtime.measuring import crowd, stackedmeasure, widths
 from shoal.runtime.measuring.measure import Measurer
 from shoal.runtime.measuring.meter import Meter, copied_to, stored_bytes
 from shoal.runtime.measuring.stackedmeasure import StackedMeasure
@@ -226,7 +226,7 @@ class Quick(CompiledBackend):
 
 
 def test_the_graph_of_an_evaluation_is_made_before_one_is_timed(monkeypatch):
-    seen, evaluated = [], widths._evaluated
+    seen, evaluated = [], widths.evaluated
 
     def spy(array, valid):
         if not isinstance(array.backend, Quick):  # counted in its place
@@ -237,7 +237,7 @@ def test_the_graph_of_an_evaluation_is_made_before_one_is_timed(monkeypatch):
         assert [kept.graph for kept in array.backend._kept.values()] == graphs
         return found
 
-    monkeypatch.setattr(widths, "_evaluated", spy)
+    monkeypatch.setattr(widths, "evaluated", spy)
     monkeypatch.setattr(
         widths,
         "backend_of",
@@ -371,3 +371,63 @@ def test_trials_after_the_first_few_are_compared_where_that_takes_no_time(second
     here = ArrayBench(counting, device, trials, Captures(counting, CPU))
     found = here.build(MeasureArray(trials, len(trials), "eager"))
     assert ("seen" in found.declined) == (seconds > 0)
+
+
+# -- batches that vary in length ----------------------------------------------------------
+
+
+def drawn(hp):
+    """Batches of 3 to 8 rows, in an order of the trial's own; the last one is short."""
+    draws = torch.Generator().manual_seed(int(10 * hp["drop"]) if hp.get("own") else 1)
+    rows = [*torch.randint(3, 9, (12,), generator=draws).tolist(), 2]
+    return [(torch.randn(n, 24), torch.randint(3, (n,))) for n in rows], None
+
+
+def uneven(**settings):
+    made = dataclasses.replace(recipe(), data=drawn)
+    trials = [dataclasses.replace(t, hp={**t.hp, **settings}) for t in TRIALS]
+    device = open_device(make_device())
+    return ArrayBench(made, device, trials, Captures(made, CPU)), tuple(trials)
+
+
+@pytest.mark.parametrize("kind", ["eager", "traced"])
+def test_an_array_is_timed_on_the_batches_of_several_steps(kind):
+    """Those of one order are one pass; of orders of their own one for each length."""
+    told = {}
+    for own in (False, True):
+        here, trials = uneven(own=own)
+        found = here.build(MeasureArray(trials, WIDTH, kind, varies=True))
+        assert (found.declined, found.steps) == ("", crowd.TIMED)
+        timed = here._crowd.steps(WIDTH)[crowd.LEARNS :]
+        passes = [len({len(batch[1]) for batch in slots}) for (slots,) in timed]
+        assert found.passes == sum(passes) / len(passes)
+        told[own] = found
+        rounds = here.time(TimeArray(trials[0], 0.0, (0.001, 0.001, 0.0, 0.0), 1))
+        assert all(seconds > 0 for seconds in rounds[0][:2])
+    assert told[False].passes == 1
+    assert told[True].passes > 1.5
+    assert told[True].lengths == "[3 to 8, 24], [3 to 8]"
+
+
+def test_graphs_are_made_of_the_first_steps_batches_and_no_others():
+    """What is timed has one where a length comes again, as in training."""
+    here, trials = uneven(own=False)
+    assert not here.build(MeasureArray(trials, WIDTH, "traced", varies=True)).declined
+    backend = here._works[1].args[0].backend
+    first = here._crowd.steps(WIDTH)[: crowd.LEARNS]
+    lengths = {len(batch[1]) for (slots,) in first for batch in slots}
+    assert len(backend._kept) == len(lengths)
+    assert all(kept.proven for kept in backend._kept.values())
+
+
+def test_trials_are_compared_on_the_first_batches_of_one_length():
+    """Later ones may be what a trial fails of."""
+    here, _ = uneven(own=True)
+    here._crowd.varies = True
+    here._crowd.grow(WIDTH)
+    found = here._crowd.alike(WIDTH)
+    lengths = {len(batch[1]) for batch in found}
+    assert len(lengths) == 1
+    for batch, groups in zip(found, here._crowd.groups, strict=True):
+        mine = [b for (b,) in groups if {len(b[1])} == lengths]
+        assert not mine or batch is mine[0]

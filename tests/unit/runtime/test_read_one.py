@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from shoal.runtime.measuring import describe
-from shoal.runtime.measuring.describe import read_one
+from shoal.runtime.measuring.describe import first_batches, read_one
 from shoal.runtime.measuring.wholemodel import SLOW_READ_S, Built
 
 
@@ -42,6 +42,28 @@ def failing():
 
 def test_a_second_batch_that_fails_fails_no_plan():
     assert read_one(failing())[0] == "a batch"
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ([1, 2, 3, 4, 5], [1, 2, 3, 4]),
+        ([1, 2, 3, 4], [1, 2, 3]),  # the last one may be short
+        ([1], [1]),
+    ],
+)
+def test_of_several_batches_the_last_of_an_epoch_is_left_out(source, found):
+    assert first_batches(source, 4) == found
+
+
+def test_where_no_length_is_stated_the_last_one_read_may_be_the_last():
+    assert first_batches(slow(0, 0), 4) == [0]
+    assert first_batches(slow(0, 0, 0, 0, 0), 4) == [0, 1, 2]
+    assert first_batches(slow(0), 1) == [0]
+
+
+def test_a_later_batch_that_fails_fails_no_description():
+    assert first_batches(failing(), 4) == ["a batch"]
 
 
 def test_processes_that_read_ahead_are_not_timed():

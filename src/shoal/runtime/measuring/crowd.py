@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import warnings
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,6 +15,9 @@ import torch
 
 from shoal.core.spec import HyperParameters, TrialSpec
 from shoal.fusion import Member
+from shoal.fusion.batches import layout_of
+from shoal.fusion.lengths import ranges
+from shoal.fusion.signature import kind_of
 from shoal.optimizers import build_optimizer_of
 from shoal.ownstep import Modes
 from shoal.recipe import (
@@ -21,19 +26,28 @@ from shoal.recipe import (
     read_data,
 )
 from shoal.rng import capture_rng, seed_all
-from shoal.runtime.measuring.describe import first_batch
+from shoal.runtime.measuring.describe import first_batch, first_batches
 from shoal.schedules import Schedules, build_schedule
+
+LEARNS, TIMED = 4, 4
+"""Steps whose batches are looked at where these vary in length: first those of which graphs are
+made, then those that are timed. A length that comes again has a graph there, and no other one."""
 
 
 class Crowd:
-    """Trials with their batches, in host memory; built one after the other as they are needed."""
+    """Trials with their batches, in host memory; built one after the other as they are needed.
+
+    ``varies``: their batches vary in length, and each has those of several steps.
+    """
+
+    varies = False
 
     def __init__(self, recipe: Recipe, trials: Sequence[TrialSpec], device: torch.device) -> None:
         # Timing takes many steps on one batch: what diverges is to take as long as ever.
         self._recipe = dataclasses.replace(recipe, on_nonfinite="ignore")
         self.trials, self._device = trials, device
         self.members: list[Member] = []
-        self.batches: list[list[Any]] = []  # a group for each
+        self.groups: list[list[list[Any]]] = []  # for each, of a step or several
         self.valid: list[Any] = []  # a batch to evaluate for each, None without such data
 
     def grow(self, count: int) -> None:
@@ -58,12 +72,57 @@ class Crowd:
                     modes=modes,
                 )
             )
-            self.batches.append([first_batch(train)] * self._recipe.accumulate)
+            self.groups.append(self._read(train))
             self.valid.append(next(iter(() if valid is None else valid), None))
 
     def first_batches(self, count: int) -> list[Any]:
         """One for each of the first ``count``."""
         return [group[0] for group in self.batches[:count]]
+
+    @property
+    def batches(self) -> list[list[Any]]:
+        """For each the batches of its first step."""
+        return [groups[0] for groups in self.groups]
+
+    def steps(self, count: int) -> list[list[tuple[Any, ...]]]:
+        """Of the first ``count``, their batches by step, micro-batch and slot."""
+        steps = zip(*self.groups[:count], strict=True)
+        return [list(zip(*step, strict=True)) for step in steps]
+
+    def lengths(self, count: int) -> str:
+        """The sizes of what the first ``count`` have, where they vary."""
+        if not self.varies:
+            return ""
+        groups = itertools.chain(*self.groups[:count])
+        return ranges([kind_of(batch) for batch in itertools.chain(*groups)])
+
+    def alike(self, count: int) -> list[Any]:
+        """A batch for each of the first ``count``, all of the layout that most have.
+
+        Who has none gets another one's: it is compared with itself alone on that.
+        """
+        if not self.varies:
+            return self.first_batches(count)
+        mine = [_first_of_each(itertools.chain(*groups)) for groups in self.groups[:count]]
+        usual = Counter(layout for batches in mine for layout in batches).most_common(1)[0][0]
+        some = next(batches[usual] for batches in mine if usual in batches)
+        return [batches.get(usual, some) for batches in mine]
+
+    def _read(self, train: Any) -> list[list[Any]]:
+        each = self._recipe.accumulate
+        if not self.varies:
+            return [[first_batch(train)] * each]
+        steps = LEARNS + TIMED
+        found = itertools.cycle(first_batches(train, steps * each))
+        return [list(itertools.islice(found, each)) for _ in range(steps)]
+
+
+def _first_of_each(batches: Iterable[Any]) -> dict[Hashable, Any]:
+    """By layout the first one: what comes later may be what a trial fails of."""
+    found: dict[Hashable, Any] = {}
+    for batch in batches:
+        found.setdefault(layout_of(batch), batch)
+    return found
 
 
 class _Endless(Schedules):

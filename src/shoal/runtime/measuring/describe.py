@@ -275,6 +275,22 @@ def first_batch(source: Any, what: str = "training") -> Batch:
     return batch
 
 
+def first_batches(source: Any, most: int) -> list[Batch]:
+    """Up to so many of a source as it begins, but for the last of an epoch, which may be short.
+
+    Whoever trains meets what the source raises after the first one.
+
+    Raises:
+        SpecError: there is none.
+    """
+    batches, length = iter(source), epoch_length(source)
+    found = [first_batch(batches)]
+    with suppress(Exception):
+        while len(found) < (most if length is None else min(most, length - 1)):
+            found.append(next(batches))
+    return found[:-1] if length is None and len(found) > 1 else found
+
+
 def read_one(source: Any) -> tuple[Batch, float]:
     """The first batch, and the seconds of reading one; none where other processes read ahead.
 

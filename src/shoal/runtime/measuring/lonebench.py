@@ -28,7 +28,8 @@ class LoneTrial:
     """A trial on its device, with a step's batches, and one to evaluate, if there are any.
 
     They are where their source has them, and go to the device in every step, as when it trains.
-    ``held_bytes`` are there between steps, ``peak_bytes`` the most in one.
+    ``held_bytes`` are there between steps, ``peak_bytes`` the most in one. Where batches vary in
+    length it ``learns`` the passes of some steps' and is timed on those of others, ``timed``.
     """
 
     member: Member
@@ -39,6 +40,8 @@ class LoneTrial:
     peak_bytes: int = 0
     units: CapturedUnits | None = None
     own: OwnStep | None = None  # of a trial with a step of its own
+    learns: Sequence[Sequence[Any]] = ()
+    timed: Sequence[Sequence[Any]] = ()
 
     def capture(self, captures: Captures) -> None:
         """Have its passes captured from here on, where they can be and there is room for it."""
@@ -48,10 +51,19 @@ class LoneTrial:
                 warnings.simplefilter("ignore")  # it trains on as ever
                 try:
                     for _ in range(PROOFS):
-                        self.step()
+                        self._train_all(self.learns or (self.group,))
                 except (torch.OutOfMemoryError, MemoryError):
                     self.units.let_go()
                     self.units = None
+
+    def steps(self) -> None:
+        """What is timed: a step, or several."""
+        self._train_all(self.timed or (self.group,))
+
+    def _train_all(self, groups: Sequence[Sequence[Any]]) -> None:
+        for group in groups:
+            self.group = group
+            self.step()
 
     def step(self) -> None:
         """An optimizer step as the plain loop does it."""
@@ -95,18 +107,25 @@ class LoneTrial:
 
 
 def one_that_can(
-    members: Sequence[Member], groups: Sequence[Sequence[Any]], valid: Sequence[Any], meter: Meter
+    members: Sequence[Member],
+    groups: Sequence[Sequence[Any]],
+    valid: Sequence[Any],
+    meter: Meter,
+    *,
+    several: Sequence[Sequence[Sequence[Any]]] = (),
 ) -> LoneTrial | None:
     """The first trial whose own code does not raise, on the device; None if it has no room.
 
-    All that is given is in host memory, and stays as it is.
+    All that is given is in host memory, and stays as it is. ``several``: of each the groups of the
+    steps that it is to do, where batches vary in length; from half of them on it is timed.
 
     Raises:
         Declined: there is none.
     """
-    for member, group, one in zip(members, groups, valid, strict=True):
+    each = several or [[group] for group in groups]
+    for member, steps, one in zip(members, each, valid, strict=True):
         try:
-            return _placed(member, group, one, meter)
+            return _placed(member, steps, one, meter)
         except Exception as error:
             if is_out_of_memory(error):
                 return None
@@ -114,14 +133,19 @@ def one_that_can(
     raise Declined(f"none of the trials can do a step: {type(failure).__name__}: {failure}")
 
 
-def _placed(member: Member, group: Sequence[Any], valid: Any, meter: Meter) -> LoneTrial:
+def _placed(member: Member, steps: Sequence[Sequence[Any]], valid: Any, meter: Meter) -> LoneTrial:
     where = meter.device
     with meter.counting() as tracker:
         (lone,) = on_device(copies([member]), where)
-        found = LoneTrial(lone, group, valid, where)
+        found = LoneTrial(lone, steps[0], valid, where)
+        if len(steps) > 1:
+            found.learns, found.timed = steps[: len(steps) // 2], steps[len(steps) // 2 :]
         found.step()
         found.held_bytes = tracker.current_bytes
         found.step()
+        for group in steps[1:]:
+            found.group = group
+            found.step()
         if valid is not None:
             found.evaluate()
     found.peak_bytes = tracker.peak_bytes

@@ -18,6 +18,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ from shoal.device import Device
 from shoal.fusion import Array, Declined, Member, backend_of, dry_run
 from shoal.fusion.beside import first_change
 from shoal.fusion.branches import BranchesBackend
-from shoal.fusion.compiled import CompiledBackend, compiler
+from shoal.fusion.compiled import compiler
 from shoal.fusion.crew import ArrayBackend
 from shoal.fusion.dryrun import difference
 from shoal.fusion.fused import first_line, is_out_of_memory
@@ -38,7 +39,6 @@ from shoal.fusion.oldnorms import old_norm
 from shoal.fusion.stacked import Stacked
 from shoal.fusion.traced import TracedBackend
 from shoal.partition.compiled import compiles
-from shoal.partition.track import AllocationTracker
 from shoal.recipe import (
     Recipe,
     epoch_length,
@@ -51,10 +51,19 @@ from shoal.runtime.capture.captures import Captures
 from shoal.runtime.capture.cudagraph import REPEATS
 from shoal.runtime.compute import tensors_of
 from shoal.runtime.measuring.counting import sparse_gradient_of
-from shoal.runtime.measuring.crowd import Crowd
+from shoal.runtime.measuring.crowd import LEARNS, TIMED, Crowd
 from shoal.runtime.measuring.describe import FEW_ROWS, first_rows
 from shoal.runtime.measuring.lonebench import LoneTrial, on_device, one_that_can
 from shoal.runtime.measuring.meter import HOST, Meter, reserved_bytes
+from shoal.runtime.measuring.readying import (
+    by_code,
+    evaluate_array,
+    evaluated,
+    passes_of,
+    settle,
+    step_all,
+    without_others,
+)
 from shoal.runtime.measuring.slices import in_slice, waited_s
 from shoal.runtime.measuring.stackedmeasure import StackedMeasure
 from shoal.runtime.messages import ArrayTry, MeasureArray, TimeArray
@@ -63,7 +72,6 @@ TRIED = 4  # trials that are compared, one step as an array with one step of eac
 COMPARED_S = 1.0  # and the others of an array too, where that takes no longer
 LONE_ROUNDS = 5  # of a trial alone that has no room beside the array
 LONG_S = 0.5  # a contender with longer slices is timed in one round
-MOST_PROOFS = 4  # steps until a graph of a pass is trusted, or is not made
 
 
 class Shards(NamedTuple):
@@ -79,7 +87,7 @@ class _Ready(NamedTuple):
     """An array that runs as it will from then on, its batches, and what getting there took."""
 
     array: Array
-    rows: Sequence[Any]  # of a step, by micro-batch and slot
+    steps: Sequence[Any]  # those that are timed, each by micro-batch and slot
     valid: Sequence[Any]
     build_s: float
 
@@ -130,7 +138,7 @@ class ArrayBench:
         width, kind = order.width, order.kind
         self._works = ()
         self._captures_alone = order.captures
-        self._crowd.trials = order.trials
+        self._crowd.trials, self._crowd.varies = order.trials, order.varies
         self._crowd.grow(min(TRIED, max(2, width)))
         if self._declined is None:
             self._declined = self._first_look(order)
@@ -183,7 +191,7 @@ class ArrayBench:
     def _compared(self, start: int, stop: int) -> str:
         """On the device; in host memory where it has no room, or is a CPU."""
         crowd, where = self._crowd, self._where
-        members, batches = crowd.members[start:stop], crowd.first_batches(stop)[start:]
+        members, batches = crowd.members[start:stop], crowd.alike(stop)[start:]
         if not members:
             return ""
         if where.type != "cpu":
@@ -196,7 +204,13 @@ class ArrayBench:
         """A trial alone comes to the device, if it has room."""
         crowd = self._crowd
         if self._alone is None and self._alone_fits:
-            self._alone = one_that_can(crowd.members, crowd.batches, crowd.valid, self.meter)
+            self._alone = one_that_can(
+                crowd.members,
+                crowd.batches,
+                crowd.valid,
+                self.meter,
+                several=crowd.groups if crowd.varies else (),
+            )
             self._alone_fits = self._alone is not None
 
     def _built(self, width: int, kind: PassKind) -> ArrayTry:
@@ -207,7 +221,7 @@ class ArrayBench:
         self._place_alone()
         alone_once = self._alone_beside(probe)
         before = reserved_bytes(self._where)
-        array, rows, valid, build_s = probe.ready or self._settled(width, kind)[0]
+        array, steps, valid, build_s = probe.ready or self._settled(width, kind)[0]
         grew = reserved_bytes(self._where) - before - probe.held_bytes
         backend, where = array.backend, self._where
         has_valid = any(batch is not None for batch in valid)
@@ -215,22 +229,23 @@ class ArrayBench:
             return ArrayTry(declined=backend.why_eager, is_kind=True)
         if kind == "compiled" and (words := self._differs(width, backend)):
             return ArrayTry(declined=words, is_kind=True)
-        step_s = _seconds(lambda: array.step(*rows), where)
+        work = partial(step_all, array, steps)
+        step_s = _seconds(work, where)
         unit, valid_s = probe.unit_bytes, probe.valid_s
         pool = 0 if where.type == "cpu" else max(grew, self._pool_bytes(array, unit))
         if probe.ready is None:  # runs in other ways than what was counted
-            its_unit, valid_s = _evaluated(array, valid)
+            its_unit, valid_s = evaluated(array, valid)
             unit = Bytes(max(unit, its_unit))
-        refill_s = self._refilled(array, rows, step_s)
+        refill_s = self._refilled(array, work, step_s)
         step, evaluate = self._works_alone()
         self._works = (
             step,
-            lambda: array.step(*rows),
+            work,
             evaluate,
-            (lambda: _evaluate_array(array, valid)) if has_valid else None,
+            (lambda: evaluate_array(array, valid)) if has_valid else None,
         )
         return ArrayTry(
-            notes=(*array.notes, *_by_code(backend)),
+            notes=(*array.notes, *by_code(backend)),
             unit_bytes=unit,
             pool_bytes=Bytes(pool),
             overlaps=where.type != "cpu",
@@ -241,6 +256,9 @@ class ArrayBench:
             valid_batches=self._valid_batches,
             nodes=getattr(backend, "nodes", 0),
             compiler=compiler() if where.type == "cpu" else "",
+            steps=len(steps),
+            passes=passes_of(steps) if self._crowd.varies and backend.stacks_gradients else 1.0,
+            lengths=self._crowd.lengths(width),
         )
 
     def _differs(self, width: int, backend: ArrayBackend) -> str:
@@ -255,19 +273,20 @@ class ArrayBench:
             members,
             device=where,
             backend=backend,
+            any_layout=self._crowd.varies,
             stacking=lambda modules: Stacked(modules, where),
         )
 
     def _copies(self, width: int) -> list[Member]:
         return copies(self._crowd.members[:width])
 
-    def _batches(self, width: int) -> tuple[list[tuple[Any, ...]], list[Any]]:
-        """Of a step by micro-batch and slot, and to evaluate by slot; where their source has them.
+    def _batches(self, width: int) -> tuple[list[Any], list[Any]]:
+        """Of steps by micro-batch and slot, and to evaluate by slot; where their source has them.
 
         So they go to the device in every step, as they do when it trains.
         """
         crowd = self._crowd
-        return list(zip(*crowd.batches[:width], strict=True)), crowd.valid[:width]
+        return crowd.steps(width), crowd.valid[:width]
 
     # -- a trial alone ----------------------------------------------------------------
 
@@ -276,7 +295,7 @@ class ArrayBench:
         alone = self._alone
         if alone is None:
             return None, None
-        return alone.step, alone.evaluate if alone.valid is not None else None
+        return alone.steps, alone.evaluate if alone.valid is not None else None
 
     def _once_alone(self, times: int = 1) -> tuple[float, float]:
         """Seconds of both, the median of a few; 0 where there is none."""
@@ -318,6 +337,7 @@ class ArrayBench:
             overlaps=self._where.type != "cpu",
             once_s=(once[0], 0.0, once[1], 0.0),
             valid_batches=self._valid_batches,
+            steps=TIMED if self._crowd.varies else 1,
         )
 
     # -- what it takes ----------------------------------------------------------------
@@ -331,9 +351,9 @@ class ArrayBench:
         on_host, counted = self._where.type == "cpu", "eager" if kind == "compiled" else kind
         if not on_host:  # there it would take room from the array; it comes back afterwards
             self._alone = None
-        rows, valid = self._batches(width) if on_host else ([], [])
+        steps, valid = self._batches(width) if on_host else ([], [])
         try:
-            with self.meter.hold((), tensors_of([rows, valid])), self.meter.counting() as whole:
+            with self.meter.hold((), tensors_of([steps, valid])), self.meter.counting() as whole:
                 ready, unit, valid_s = self._counted(width, counted)
         except torch.OutOfMemoryError:
             return None
@@ -344,17 +364,21 @@ class ArrayBench:
     def _counted(self, width: int, kind: PassKind) -> tuple[_Ready, Bytes, float]:
         """With what a step or an evaluation allocates, and the evaluation's seconds."""
         ready, unit = self._settled(width, kind)
-        valid_unit, valid_s = _evaluated(ready.array, ready.valid)
+        valid_unit, valid_s = evaluated(ready.array, ready.valid)
         return ready, Bytes(max(unit, valid_unit)), valid_s
 
     def _settled(self, width: int, kind: PassKind) -> tuple[_Ready, Bytes]:
         """With what a step allocates."""
         launcher = self._captures.launcher()
         array = self._array(self._copies(width), backend_of(kind, launcher=launcher))
-        rows, valid = self._batches(width)
+        steps, valid = self._batches(width)
+        timed = steps[LEARNS:] if self._crowd.varies else steps
         began = time.perf_counter()
-        unit = _settle(array, rows, valid if kind != "eager" else ())
-        return _Ready(array, rows, valid, time.perf_counter() - began), unit
+        unit = settle(array, steps[:LEARNS], valid if kind != "eager" else ())
+        took_s = time.perf_counter() - began
+        if self._crowd.varies:
+            unit = max(unit, without_others(array, timed))
+        return _Ready(array, timed, valid, took_s), unit
 
     def _pool_bytes(self, array: Array, unit: Bytes) -> int:
         """What graphs on a GPU keep for themselves, between steps too: of a pass, of each slot's.
@@ -370,7 +394,7 @@ class ArrayBench:
         lone_bytes = unit - gradients * (width - 1) // width
         return max(0, width * lone_bytes)
 
-    def _refilled(self, array: Array, rows: Sequence[Sequence[Any]], step_s: float) -> float:
+    def _refilled(self, array: Array, work: Callable[[], None], step_s: float) -> float:
         """Seconds that it takes beside steps when a slot gets another trial."""
         steps = 1 + PROOFS if isinstance(array.backend, BranchesBackend) else 1
         steps += REPEATS if array.backend.steps is not None else 0
@@ -378,7 +402,7 @@ class ArrayBench:
         member = array.retire(0)
         array.refill(0, member)
         for _ in range(steps):
-            array.step(*rows)
+            work()
         _wait(self._where)
         return time.perf_counter() - began - steps * step_s
 
@@ -471,96 +495,11 @@ def _obstacle(recipe: Recipe, device: Device, trial: TrialSpec, member: Member) 
     return ""
 
 
-def _settle(array: Array, rows: Sequence[Sequence[Any]], valid: Sequence[Any]) -> Bytes:
-    """Steps and evaluations until the array runs as it will from then on.
-
-    Returns the most bytes that a step allocates, where it makes its graph too. The optimizers'
-    states are there by then.
-    """
-    backend = array.backend
-    if isinstance(backend, BranchesBackend):
-        return _settle_branches(array, rows)
-    if isinstance(backend, CompiledBackend):
-        _step(array, rows)
-        _settle_evaluation(array, valid)
-        return Bytes(0)
-    if isinstance(backend, TracedBackend):
-        backend.is_paused = True
-    _step(array, rows)
-    if isinstance(backend, TracedBackend):
-        backend.is_paused = False
-    with AllocationTracker() as tracker:
-        _step(array, rows)
-    if isinstance(backend, TracedBackend):
-        for _ in range(MOST_PROOFS):
-            if backend.learns:
-                _step(array, rows)
-        _settle_evaluation(array, valid)
-    _settle_steps(array, rows)
-    return Bytes(tracker.peak_bytes)
-
-
-def _settle_steps(array: Array, rows: Sequence[Sequence[Any]]) -> None:
-    """Have the optimizers' steps captured, where they can be."""
-    for _ in range(REPEATS if array.backend.steps is not None else 0):
-        _step(array, rows)
-
-
-def _by_code(backend: ArrayBackend) -> tuple[str, ...]:
-    """In words, why slots' own passes are not captured."""
-    words = backend.why_eager if isinstance(backend, BranchesBackend) else ""
-    return (f"passes run by their code: {words}",) if words else ()
-
-
-def _settle_branches(array: Array, rows: Sequence[Sequence[Any]]) -> Bytes:
-    """The same of slots' own passes; what a capture is compared with comes on top."""
-    _step(array, rows)
-    with AllocationTracker() as tracker:
-        _step(array, rows)  # by the slots' code
-    for _ in range(PROOFS):
-        _step(array, rows)
-    _settle_steps(array, rows)
-    crew = array.crew
-    beside = 2 * sum(p.nbytes for p in crew.members[0].module.parameters())
-    beside += 3 * sum(b.nbytes for b in crew.members[0].module.buffers())
-    return Bytes(tracker.peak_bytes + beside)
-
-
-def _settle_evaluation(array: Array, valid: Sequence[Any]) -> None:
-    """Have its graph made, then proven; it is no part of what an evaluation takes."""
-    if any(batch is not None for batch in valid) and array.evaluates_as_one(valid):
-        for _ in range(2):
-            _evaluate_array(array, valid)
-
-
-def _step(array: Array, rows: Sequence[Any]) -> None:
-    """A step in which no slot is out of memory."""
-    for failure in array.step(*rows).failures.values():
-        if is_out_of_memory(failure):
-            raise torch.OutOfMemoryError(first_line(failure))
-
-
 def _count(valid: Any) -> int:
     """Batches of one evaluation; 1 where the data does not say."""
     if valid is None:
         return 0
     return epoch_length(valid) or 1
-
-
-def _evaluated(array: Array, batches: Sequence[Any]) -> tuple[int, float]:
-    """The most bytes that an evaluation of one batch for each slot allocates, and its seconds."""
-    if all(batch is None for batch in batches):
-        return 0, 0.0
-    began = time.perf_counter()
-    with AllocationTracker() as tracker:
-        _evaluate_array(array, batches)
-    return int(tracker.peak_bytes), time.perf_counter() - began
-
-
-def _evaluate_array(array: Array, batches: Sequence[Any]) -> None:
-    array.set_training(False)
-    array.evaluate(batches)
-    array.set_training(True)
 
 
 def _seconds(work: Callable[[], Any], device: torch.device) -> float:
