@@ -16,10 +16,13 @@ from shoal.fusion.batches import layout_of
 from shoal.fusion.compiled import CompiledBackend
 from shoal.fusion.loop import LoopBackend
 from shoal.fusion.traced import TracedBackend
+from shoal.observe import read_outline
+from shoal.observe.snapshot import Snapshot
 from shoal.optimizers import build_optimizer_of
 from shoal.recipe import build_model
 from shoal.rng import capture_rng, seed_all
 from shoal.testing import array_loop, plain_loop, same_bits
+from shoal.verify import verify_trials
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -236,3 +239,26 @@ def test_the_reference_is_near_the_trial_alone():
     plain = plain_loop(recipe(), {"lr": 0.001}, 3, **options)
     fused = array_loop(recipe(), {"lr": 0.001}, 3, slot=1, width=3, any_layout=True, **options)
     assert torch.allclose(torch.tensor(fused.losses), torch.tensor(plain.losses), atol=1e-4)
+
+
+SPACES = {
+    "one order": {"lr": [0.01, 0.003, 0.001, 0.0003], "seed": [5]},
+    "orders of their own": {"lr": [0.01, 0.003, 0.001, 0.0003]},
+}
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("space", SPACES)
+def test_trials_whose_lengths_vary_share_an_array_and_verify(space, devices, run_study):
+    made = recipe()
+    report = run_study(made, shoal.grid(**SPACES[space]), epochs=2, fuse=WIDTH, devices=devices)
+    assert [trial.error for trial in report.trials] == [""] * WIDTH
+    rows = Snapshot.of(read_outline(report.directory)).trials
+    keys = [row.numerics for row in rows]
+    assert len({key["array_group"] for key in keys}) == 1
+    assert {key["array_batches"] for key in keys} == {"tuple(int64 [4, ~], int64 [4])"}
+    assert {key["array_layouts"] for key in keys} == {"all"}
+    assert {key["array"].partition(" of ")[2] for key in keys} == {str(WIDTH)}
+    verdicts = [*verify_trials(report.directory, rows, recipe=made)]
+    assert [(v.first_difference, v.failure, v.skipped) for v in verdicts] == [("", "", "")] * WIDTH

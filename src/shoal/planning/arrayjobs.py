@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from shoal.core.plan import (
+    ALL_LAYOUTS,
     ARRAY_KEYS,
     ArrayPlace,
     ArrayRoom,
@@ -86,6 +87,8 @@ def in_array(
         key["array_pass"] = found.kind
     if found.kind == "compiled":
         key |= {"array_pass": f"compiled, {compiler}", "array_floats": constants}
+    if "array_batches" in job.numerics:
+        key |= ALL_LAYOUTS
     own = _room(job, place, found, captures=captures, taken=taken)
     return replace(
         job,

@@ -145,6 +145,7 @@ class Asking:
             arrays={n: s for n, s in described.arrays.items() if n not in refused},
             constants={n: s for n, s in described.constants.items() if n not in refused},
             noticed={n: w for n, w in described.noticed.items() if n not in refused},
+            batches={n: k for n, k in described.batches.items() if n not in refused},
         )
 
     def measure_arrays(
@@ -339,4 +340,5 @@ def _together(found: Sequence[Described]) -> Described:
         arrays={n: s for one in found for n, s in one.arrays.items()},
         constants={n: c for one in found for n, c in one.constants.items()},
         noticed={n: w for one in found for n, w in one.noticed.items()},
+        batches={n: k for one in found for n, k in one.batches.items()},
     )

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from shoal.core.errors import PlanError, last_words
 from shoal.core.spec import Scalar, TrialSpec
 from shoal.core.units import counted
+from shoal.fusion.lengths import joined, kind_in, with_kind
 from shoal.fusion.match import Signature, first_difference
 from shoal.planning.asking import Asking
 from shoal.runtime.messages import Describe, Described
@@ -112,6 +113,9 @@ def _why_apart(changes: Changes, trial: TrialSpec, signature: Signature, asking:
         if error := reply.errors.get(trial.number):
             last = last_words(error)
             return f"a trial may come to have {words}, with which it cannot be built: {last}"
-        if difference := first_difference(signature, reply.arrays[trial.number]):
+        theirs, kind = reply.arrays[trial.number], kind_in(signature)
+        if joined(reply.batches.get(trial.number, ""), kind) == kind:
+            theirs = with_kind(theirs, kind)
+        if difference := first_difference(signature, theirs):
             return f"a trial may come to have {words}, and be of another shape: {difference}"
     return ""

@@ -7,10 +7,9 @@ they become does not depend on when they were asked for.
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 
@@ -27,10 +26,12 @@ from shoal.core.spec import (
 )
 from shoal.core.technique import Resident, Spilled
 from shoal.core.units import Bytes, Seconds
+from shoal.fusion.lengths import alike, kind_in
 from shoal.fusion.match import Signature, groups
 from shoal.memory.layout import TrialLayout
 from shoal.planner.lanes import Load
-from shoal.planner.narrower import Narrower, from_key, narrower
+from shoal.planner.narrower import from_key, narrower
+from shoal.planner.uneven import IN_SHARDS, told_of_passes, with_lengths
 from shoal.planner.width import (
     Candidate,
     Fits,
@@ -55,8 +56,9 @@ from shoal.planning.arrayjobs import (
     why_spilled,
     with_rooms,
 )
+from shoal.planning.arrayshapes import Shape, digest_of, shapes_on_record
 from shoal.planning.asking import Asking
-from shoal.planning.capturing import BY_CODE, LoneWay, lone_way
+from shoal.planning.capturing import lone_way
 from shoal.planning.changing import why_apart
 from shoal.planning.reseating import (
     Reseating,
@@ -75,25 +77,6 @@ from shoal.planning.widthwish import ONE_WIDTH, UNCUT, Wish, width_wished
 
 MOST_SPILLED = 2  # widths for which shards are looked for
 NOTHING: Mapping[int, str] = MappingProxyType({})
-
-
-@dataclass(slots=True)
-class _Shape:
-    """Trials of one signature: what was measured of them, and what those that come train as."""
-
-    signature: Signature
-    group: str  # its name
-    found: dict[Candidate, WidthMeasure] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    compiler: str = ""
-    lone: LoneWay = BY_CODE
-    width: int = 0  # not settled yet
-    kind: PassKind | None = None  # None: traced, if there is a graph
-    constants: str = ""  # of the code that is compiled
-    closes: bool = False  # whether its trials get other seats where others are pruned
-    rest: tuple[Narrower, ...] = ()  # for the last trials of a generation
-    why: tuple[str, ...] = ()
-    spilled: dict[int, SpilledArrayPlan | str] = field(default_factory=dict)  # by width
 
 
 class Fusing:
@@ -136,7 +119,7 @@ class Fusing:
             if self._reseating.begins(trial):
                 del self._recorded[trial]
         self._budget = min(device.for_trials for device in devices)
-        self._shapes: dict[Signature, _Shape] = {}
+        self._shapes: dict[Signature, Shape] = {}
         self._spilling: Spilling | None = None
         self.layouts: dict[int, TrialLayout] = {}
 
@@ -148,6 +131,21 @@ class Fusing:
     def knows(self, trials: Iterable[int]) -> bool:
         """Whether one of them was in an array before, or may have been."""
         return any("array_group" in self._recorded.get(trial, {}) for trial in trials)
+
+    def alike(
+        self, facts: Mapping[int, Signature], kinds: Mapping[int, str]
+    ) -> dict[int, Signature]:
+        """The facts of trials, and with which batches they may share an array.
+
+        Who was planned before keeps what it was planned with.
+        """
+        before = {t: key for t, key in self._recorded.items() if "array_group" in key}
+        on_record = {
+            trial: str(before[trial].get("array_batches", kind_in(facts[trial])))
+            for trial in sorted(facts.keys() & before.keys())
+        }
+        there = shapes_on_record(self._recorded.values(), facts.values())
+        return alike(facts, kinds, on_record, [*self._shapes, *there])
 
     def places(
         self,
@@ -172,7 +170,7 @@ class Fusing:
         for members in groups([facts[trial.number] for trial in specs]):
             some = [specs[index] for index in members]
             signature = facts[some[0].number]
-            shape = self._shapes.setdefault(signature, _Shape(signature, _digest(signature)))
+            shape = self._shapes.setdefault(signature, Shape(signature, digest_of(signature)))
             mine = [able[trial.number] for trial in some]
             varies = len({constants.get(trial.number) for trial in some}) > 1
             fresh = [job for job in mine if job.trial not in self._recorded] or mine
@@ -195,7 +193,7 @@ class Fusing:
 
     def _settle(
         self,
-        shape: _Shape,
+        shape: Shape,
         trials: Sequence[TrialSpec],
         job: Job,
         asking: Asking,
@@ -231,7 +229,7 @@ class Fusing:
         else:
             self._measure_widths(shape, fresh, job, asking, load)
 
-    def _why_apart(self, shape: _Shape, trial: TrialSpec, asking: Asking) -> str:
+    def _why_apart(self, shape: Shape, trial: TrialSpec, asking: Asking) -> str:
         """Why trials of this shape share no array, though they could now; "" where they may."""
         if not self._wish or self._times.changes is None:
             return ""
@@ -243,15 +241,15 @@ class Fusing:
             wished=None if self._wished is None else str(self._wish),
         )
 
-    def _of(self, shape: _Shape) -> list[Mapping[str, Scalar]]:
+    def _of(self, shape: Shape) -> list[Mapping[str, Scalar]]:
         """The keys on record of this shape's trials."""
         return [k for k in self._recorded.values() if k.get("array_group") == shape.group]
 
-    def _recorded_constants(self, shape: _Shape) -> str:
+    def _recorded_constants(self, shape: Shape) -> str:
         return next((str(k["array_floats"]) for k in self._of(shape) if "array_floats" in k), "")
 
     def _measure_widths(
-        self, shape: _Shape, trials: Sequence[TrialSpec], job: Job, asking: Asking, load: Load
+        self, shape: Shape, trials: Sequence[TrialSpec], job: Job, asking: Asking, load: Load
     ) -> None:
         """Try arrays of several widths, on as many devices as the trials would occupy."""
         if not widths_to_try(len(trials), self._devices):
@@ -279,6 +277,7 @@ class Fusing:
         )
         measure, told = self._with_spilled(shape, priced(measure), trials, asking, load, fits)
         shape.width, shape.kind, shape.why = choose(measure, load, fits)
+        shape.why = with_lengths(shape.why, measure.widths, shape.width)
         shape.why = (*shape.why, *shape.lone.beside(measure), *told)
         shape.notes, shape.compiler = measure.notes, measure.compiler
         for found in measure.widths:
@@ -290,12 +289,13 @@ class Fusing:
         able = [found for found in whole if found.kind == best.kind]
         shape.rest = narrower(best, able, load, measure.valid_batches)
 
-    def _room(self, job: Job, shape: _Shape) -> Room:
+    def _room(self, job: Job, shape: Shape) -> Room:
         """What the device has room for by the trials' states; the rest is found out by trying."""
         return Room(
             lambda width: held_bytes(job, width) <= self._budget,
             has_trial=held_bytes(job, 1) <= self._budget,
             captures=shape.lone.captures,
+            varies=shape.varies,
         )
 
     def _with_lone_price(self, measure: ArrayMeasure, job: Job) -> ArrayMeasure:
@@ -321,7 +321,7 @@ class Fusing:
 
     def _with_spilled(
         self,
-        shape: _Shape,
+        shape: Shape,
         measure: ArrayMeasure,
         trials: Sequence[TrialSpec],
         asking: Asking,
@@ -346,7 +346,7 @@ class Fusing:
 
     def _spilled(
         self,
-        shape: _Shape,
+        shape: Shape,
         trials: Sequence[TrialSpec],
         width: int,
         asking: Asking,
@@ -355,13 +355,15 @@ class Fusing:
     ) -> SpilledArrayPlan | str:
         """The array of this shape in shards, or why there is none."""
         assert self._spilling is not None
+        if shape.varies:
+            return IN_SHARDS
         if width not in shape.spilled:
             shape.spilled[width] = self._spilling.find(asking, trials, width, fits=fits)
         return shape.spilled[width]
 
     def _look_at(
         self,
-        shape: _Shape,
+        shape: Shape,
         trials: Sequence[TrialSpec],
         candidate: Candidate,
         asking: Asking,
@@ -397,7 +399,7 @@ class Fusing:
         return held + found.unit_bytes <= self._budget
 
     def _kind(
-        self, shape: _Shape, before: Mapping[str, Scalar] | None, constants: str
+        self, shape: Shape, before: Mapping[str, Scalar] | None, constants: str
     ) -> PassKind | None:
         """How a trial's array is to run; None: traced, if there is a graph."""
         if before is not None and not begins_in_one(before):
@@ -409,7 +411,7 @@ class Fusing:
     def _place(
         self,
         job: Job,
-        shape: _Shape,
+        shape: Shape,
         trials: Sequence[TrialSpec],
         asking: Asking,
         told: Mapping[int, str],
@@ -434,7 +436,7 @@ class Fusing:
     def _seated(
         self,
         job: Job,
-        shape: _Shape,
+        shape: Shape,
         trials: Sequence[TrialSpec],
         asking: Asking,
         told: Mapping[int, str],
@@ -444,6 +446,8 @@ class Fusing:
         seat = None if before is None else recorded_seat(before)
         width = shape.width if seat is None else seat.width
         key = {**job.numerics, "array_group": shape.group}
+        if shape.varies:
+            key["array_batches"] = kind_in(shape.signature)
         if before and "array_company" in before:  # with whom it began, also where it left them
             key["array_company"] = before["array_company"]
         job = replace(job, numerics=key)
@@ -473,7 +477,7 @@ class Fusing:
     def _in_its_array(
         self,
         job: Job,
-        shape: _Shape,
+        shape: Shape,
         trials: Sequence[TrialSpec],
         asking: Asking,
         place: ArraySlot,
@@ -490,7 +494,8 @@ class Fusing:
         taken = seats_taken(len(trials), self._devices, width)
         fits = self._fits(job, found) and not found.shards
         if fits and not (self._spilling and self._spilling.is_forced):
-            why = shape.why or (praise(found, shape.notes, len(trials)),)
+            praised = (praise(found, shape.notes, len(trials)), *told_of_passes([found], width))
+            why = shape.why or praised
             later = self._later(shape, trials, before, kind, asking, job)
             args = (job, place, found, why, shape.compiler)
             return in_array(*args, captures=captures, taken=taken), later
@@ -518,7 +523,7 @@ class Fusing:
 
     def _found(
         self,
-        shape: _Shape,
+        shape: Shape,
         trials: Sequence[TrialSpec],
         candidate: Candidate,
         asking: Asking,
@@ -535,7 +540,7 @@ class Fusing:
 
     def _later(
         self,
-        shape: _Shape,
+        shape: Shape,
         trials: Sequence[TrialSpec],
         before: Mapping[str, Scalar] | None,
         kind: PassKind | None,
@@ -564,7 +569,7 @@ class Fusing:
 
     def _with_room(
         self,
-        shape: _Shape,
+        shape: Shape,
         trials: Sequence[TrialSpec],
         found: WidthMeasure,
         asking: Asking,
@@ -580,7 +585,3 @@ class Fusing:
             return replace(found, pool_bytes=NO_BYTES), False
         eager = self._look_at(shape, trials, Candidate(found.width, "eager"), asking, job)
         return (found if eager.declined else eager), True
-
-
-def _digest(signature: Signature) -> str:
-    return hashlib.sha256(repr(signature.facts).encode()).hexdigest()[:12]

@@ -13,6 +13,7 @@ from shoal.core.spec import DeviceSpec, Place, Scalar, TrialSpec
 from shoal.core.technique import Technique, asks_by_shard
 from shoal.core.turns import DEFAULT
 from shoal.core.units import Seconds
+from shoal.fusion.lengths import told_of_lengths
 from shoal.fusion.match import told_of
 from shoal.pipeline.stops import Stops
 from shoal.planning.asking import Asking, Receive
@@ -231,16 +232,18 @@ class Planner:
             why = why_unfused(shared)
             jobs = tuple(replace(job, why=(*job.why, why)) for job in planned.plan.jobs)
             return replace(planned, plan=replace(planned.plan, jobs=jobs))
+        facts = self._fusing.alike(described.arrays, described.batches)
         jobs = self._fusing.places(
             planned.plan.jobs,
             able,
-            described.arrays,
+            facts,
             asking,
             constants=described.constants,
             num_batches=planned.num_batches,
             spilling=self._deciding.spilling(),
         )
-        notes = told_of(able, described.arrays)
+        told = told_of(able, facts)
+        notes = (*told, *told_of_lengths(facts[trial.number] for trial in able if told))
         plan = replace(planned.plan, jobs=jobs, notes=notes)
         layouts = {**planned.layouts, **self._fusing.layouts}
         return replace(planned, plan=plan, layouts={j.trial: layouts[j.trial] for j in jobs})

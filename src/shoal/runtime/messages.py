@@ -331,7 +331,10 @@ class Noticed:
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A signature per trial: equal signatures cost the same. Errors by trial number."""
+    """A signature per trial: equal signatures cost the same. Errors by trial number.
+
+    ``batches``: the kinds of trials' batches where arrays were asked for (``fusion/lengths.py``).
+    """
 
     signatures: Mapping[int, str]
     errors: Mapping[int, str]
@@ -339,6 +342,7 @@ class Described:
     arrays: Mapping[int, Signature] = field(default_factory=dict)  # where they were asked for
     constants: Mapping[int, str] = field(default_factory=dict)  # floats of the code, as a digest
     noticed: Mapping[int, Noticed] = field(default_factory=dict)
+    batches: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

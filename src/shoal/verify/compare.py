@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from shoal.core.errors import ShoalError, SpecError, StorageError
+from shoal.core.plan import stacks_all
 from shoal.core.seats import epochs_of
 from shoal.frames import user_line
 from shoal.kernelchoice import EXACT, STRICT, TOLD, KernelChoice, only_deterministic
@@ -267,6 +268,7 @@ def _as_plain(row: TrialRow) -> PlainTrial:
     if kind == "traced":
         kind = "eager"  # whose bits it has: the operations themselves, and no graph of them
     places: dict[str, Any] = {"place": place, "kind": kind, "later": later}
+    places["any_layout"] = stacks_all(row.numerics)
     return PlainTrial(hp=first, seed=row.seed, inherits=inherits, **places)
 
 

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.core.errors import SpecError
-from shoal.core.plan import ArrayPlace, LoneNeed, Plan, plan_from_dict, seated, seated_at
+from shoal.core.plan import (
+    ArrayPlace,
+    LoneNeed,
+    Plan,
+    plan_from_dict,
+    seated,
+    seated_at,
+    stacks_all,
+)
 from shoal.core.seats import Epoch, epochs_of
 from shoal.core.spec import TrialSpec
 from shoal.core.technique import Captured, Resident, Spilled
@@ -494,3 +503,61 @@ def test_a_new_trial_joins_the_compiled_array_after_a_resume_too():
         asked=Asked(graphs=True),
     )
     assert [job.array.kind for job in later] == ["traced", *["compiled"] * 3]
+
+
+# -- batches that vary in length ----------------------------------------------------------
+
+
+def of_batches(first):
+    return Signature((*ONE.facts, ("batch", first)))
+
+
+OPEN = "tuple(int64 [8, ~], int64 [8])"
+FIRST = {n: of_batches(f"tuple(int64 [8, {30 + n}], int64 [8])") for n in range(4)}
+OPEN_ALL = dict.fromkeys(range(4), OPEN)
+
+
+def test_trials_that_differ_in_how_long_their_first_batches_are_share_an_array():
+    fusing, asked = Fusing(4, [make_device(memory=2**28)], {}), Asked()
+    facts = fusing.alike(FIRST, OPEN_ALL)
+    jobs = place(4, range(4), facts=facts, fusing=fusing, asked=asked)
+    assert [job.numerics["array"] for job in jobs] == [f"slot {n} of 4" for n in range(4)]
+    assert {job.numerics["array_batches"] for job in jobs} == {OPEN}
+    assert all(stacks_all(job.numerics) for job in jobs)
+    assert all(order.varies for order in asked.orders)
+
+
+def test_trials_on_record_go_on_with_the_kind_that_their_keys_have():
+    """Also where it was not told which sizes vary: those are stacked with the first one's."""
+    (before,) = place(4, [0], facts={0: FIRST[0]})
+    (later,) = place(4, [1], facts={1: of_batches(OPEN)})
+    recorded = {0: before.numerics, 1: later.numerics}
+    fusing = Fusing(None, [make_device(memory=2**28)], recorded, on_record=4)
+    facts = fusing.alike(FIRST, OPEN_ALL)
+    jobs = place(None, range(4), facts=facts, fusing=fusing)
+    groups = [job.numerics["array_group"] for job in jobs]
+    assert groups == [before.numerics["array_group"], *[later.numerics["array_group"]] * 3]
+    assert [stacks_all(job.numerics) for job in jobs] == [False, True, True, True]
+    assert jobs[0].numerics == before.numerics
+    assert jobs[1].numerics == later.numerics
+
+
+def test_later_trials_come_to_the_kind_of_those_of_their_shape_that_have_ended():
+    """Those looked at of trial 1 were of one length by luck; of another model nobody is there."""
+    (ended,) = place(4, [0], facts={0: of_batches(OPEN)})
+    fusing = Fusing(None, [make_device(memory=2**28)], {0: ended.numerics}, on_record=4)
+    batches = FIRST[1].facts[-1]
+    facts = {1: FIRST[1], 2: Signature((*OTHER.facts, batches))}
+    found = fusing.alike(facts, dict.fromkeys(facts, batches[1]))
+    assert found == {1: of_batches(OPEN), 2: facts[2]}
+
+
+def test_an_array_of_batches_that_vary_in_length_is_not_cut_into_shards():
+    fusing = Fusing(4, [make_device(memory=1)], {})
+    facts = fusing.alike(FIRST, OPEN_ALL)
+    specs = [TrialSpec(number=n, hp={"lr": 0.1}, seed=n) for n in range(4)]
+    spilling = SimpleNamespace(is_forced=False)
+    jobs = [make_job(n) for n in range(4)]
+    jobs = fusing.places(jobs, specs, facts, Asked(), spilling=spilling)
+    assert widths(jobs) == [ALONE] * 4
+    assert "arrays in shards take those of one length: pad all batches" in jobs[0].why[-1]

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from shoal.core.errors import CapacityError
-from shoal.core.plan import ArrayPlace, Job
+from shoal.core.plan import ArrayPlace, Job, stacks_all
 from shoal.core.technique import Spilled
 from shoal.core.units import Bytes
 from shoal.device import Device
@@ -163,6 +163,7 @@ class ArraySeat:
         slot = session.job.array.slot
         if not self._spills:
             _bring(session)
+        varies = stacks_all(session.job.numerics)
         member = Member(
             recipe=session.recipe,
             hp=session.hp,
@@ -172,6 +173,7 @@ class ArraySeat:
             rng=session.rng,
             step=session.step,
             modes=session.modes if session.recipe.step else None,
+            usual=_usual_layout(session, self._device.torch_device) if varies else None,
         )
         self._place(slot, session, member)
         seated = Seated(session, slot, session.tasks())
@@ -195,11 +197,13 @@ class ArraySeat:
             assert isinstance(self._array, SpilledArray)
             self._array.admit(slot, session, member)
         elif self._array is None:
+            varies = stacks_all(session.job.numerics)
             array = Array(
                 [member],
                 device=where,
                 backend=self.backend,
-                usual=_usual_layout(session, where),
+                usual=None if varies else _usual_layout(session, where),
+                any_layout=varies,
             )
             array.widen(slot, self.place.width)
             self._array = array
@@ -524,7 +528,8 @@ def _micro_batches(task: Task) -> int:
 def _usual_layout(session: Session, device: torch.device) -> Hashable:
     """The layout of the batches that run stacked: of the first one of a source as it was built.
 
-    That batch is part of the signature, so all trials of the group have this layout.
+    That batch is part of the signature, so all trials of the group have this layout; but for those
+    whose batches vary in length, of which each has its own.
     """
     outer = capture_rng(device)
     restore_rng(session.before_data, device)

@@ -24,6 +24,8 @@ from shoal.fusion import Signature, signature_of
 from shoal.fusion.batches import leaves_of, rebuilt
 from shoal.fusion.constants import constants_of
 from shoal.fusion.globals import configuration
+from shoal.fusion.lengths import LOOKED_AT, kind_of_all
+from shoal.fusion.signature import kind_of
 from shoal.habits import habits_of
 from shoal.optimizers import build_optimizer_of
 from shoal.pystate import ambient
@@ -79,17 +81,19 @@ def describe(recipe: Recipe, order: Describe, note: Callable[[int | None], None]
         arrays={number: one.array for number, one in found.items() if one.array},
         constants={number: one.constants for number, one in found.items() if one.array},
         noticed={number: one.noticed for number, one in found.items()},
+        batches={number: one.batches for number, one in found.items() if one.array},
     )
 
 
 class _One(NamedTuple):
-    """Of one trial; ``array`` is what the trials of one array agree in, and ``constants`` what
-    they do where its code is compiled."""
+    """Of one trial; ``array`` is what the trials of one array agree in, ``constants`` what they do
+    where its code is compiled, and ``batches`` of which kind its batches are."""
 
     signature: str
     noticed: Noticed
     array: Signature | None = None
     constants: str = ""
+    batches: str = ""
 
 
 def _one(
@@ -106,14 +110,16 @@ def _one(
     require_measured(schedule, has_valid=found.valid is not None)
     ambient.here().settle()
     settings = configuration(found.recipe, found.model)
-    found.batch = first_batch(found.train)  # no part of making a trial
+    looked = first_batches(found.train, LOOKED_AT if arrays else 1)  # no part of making a trial
+    found.batch = looked[0]
     check_loss(found.recipe.loss, found.batch)
-    signature, array, constants = _cost_signature(found), None, ""
+    signature, array, constants, kind = _cost_signature(found), None, "", ""
     if arrays:
         facts = signature_of(found.recipe, found.model, found.optimizer, found.batch).facts
         length = "known" if epoch_length(found.train) is not None else "not known"
         array = Signature((*facts, ("the length of the data", length)))
         constants = constants_of(found.recipe, found.model)
+        kind = kind_of_all([kind_of(batch) for batch in looked])
     frozen_bytes = 0 if habits_of(schedule).touches else frozen_size(found.model)
     noticed = reading.end(code)  # while what keeps them is there
     noticed = replace(
@@ -129,7 +135,7 @@ def _one(
         frozen_bytes=frozen_bytes,
         frozen=frozen_bits(found.model) if frozen_bytes else "",
     )
-    return _One(signature, noticed, array, constants)
+    return _One(signature, noticed, array, constants, kind)
 
 
 def own_error(error: BaseException) -> Exception | None:

@@ -1,0 +1,57 @@
+"""A shape of trials, which may share an array: what was measured and settled of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from shoal.core.spec import PassKind, Scalar, WidthMeasure
+from shoal.fusion.lengths import is_open, kind_in, with_kind
+from shoal.fusion.match import Signature
+from shoal.planner.narrower import Narrower
+from shoal.planner.width import Candidate
+from shoal.planning.capturing import BY_CODE, LoneWay
+from shoal.planning.spilling import SpilledArrayPlan
+
+
+@dataclass(slots=True)
+class Shape:
+    """Trials of one signature: what was measured of them, and what those that come train as."""
+
+    signature: Signature
+    group: str  # its name
+    found: dict[Candidate, WidthMeasure] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    compiler: str = ""
+    lone: LoneWay = BY_CODE
+    width: int = 0  # not settled yet
+    kind: PassKind | None = None  # None: traced, if there is a graph
+    constants: str = ""  # of the code that is compiled
+    closes: bool = False  # whether its trials get other seats where others are pruned
+    rest: tuple[Narrower, ...] = ()  # for the last trials of a generation
+    why: tuple[str, ...] = ()
+    spilled: dict[int, SpilledArrayPlan | str] = field(default_factory=dict)  # by width
+
+    @property
+    def varies(self) -> bool:
+        """Whether its trials' batches vary in length."""
+        return is_open(kind_in(self.signature))
+
+
+def digest_of(signature: Signature) -> str:
+    """The name of a shape's group."""
+    return hashlib.sha256(repr(signature.facts).encode()).hexdigest()[:12]
+
+
+def shapes_on_record(
+    keys: Iterable[Mapping[str, Scalar]], facts: Iterable[Signature]
+) -> Iterator[Signature]:
+    """Those of ``facts`` with kinds of batches under which trials of their shape are on record."""
+    told = ((str(k["array_batches"]), k["array_group"]) for k in keys if "array_batches" in k)
+    shapes = dict.fromkeys(told)
+    for signature in dict.fromkeys(facts):
+        for kind, group in shapes:
+            there = with_kind(signature, kind)
+            if digest_of(there) == group:
+                yield there
