@@ -24,12 +24,16 @@ _SIZES = re.compile(r"(?<=\w )\[[\d~, ]*\]")
 def kind_of_all(kinds: Sequence[str]) -> str:
     """The kind of all batches of a trial, in the order in which they come.
 
-    It is the first one's where others have another structure or number of dimensions.
+    It is the first one's where others have another structure or number of dimensions, and has the
+    first one's rows: where all tensors vary in their first dimension a batch is short, not long.
     """
     found = kinds[0]
     for kind in kinds[1:]:
         found = _merged(found, kind) or found
-    return found
+    sizes, first = _sizes(found), _sizes(kinds[0])
+    if all(mine[0] == OPEN for mine in sizes if mine):
+        sizes = [[*one[:1], *mine[1:]] for mine, one in zip(sizes, first, strict=True)]
+    return _with_sizes(found, sizes)
 
 
 def is_open(kind: str) -> bool:
@@ -152,8 +156,13 @@ def _merged(one: str, other: str) -> str | None:
     if list(map(len, mine)) != list(map(len, theirs)):
         return None
     pairs = zip(mine, theirs, strict=True)
-    told = iter([[a if a == b else OPEN for a, b in zip(*pair, strict=True)] for pair in pairs])
-    return _SIZES.sub(lambda _: f"[{', '.join(next(told))}]", one)
+    told = [[a if a == b else OPEN for a, b in zip(*pair, strict=True)] for pair in pairs]
+    return _with_sizes(one, told)
+
+
+def _with_sizes(kind: str, sizes: Sequence[Sequence[str]]) -> str:
+    told = iter(sizes)
+    return _SIZES.sub(lambda _: f"[{', '.join(next(told))}]", kind)
 
 
 def _sizes(kind: str) -> list[list[str]]:

@@ -44,6 +44,17 @@ def test_batches_of_one_size_are_told_as_the_first_one_is():
     assert not is_open(kind(40, 40))
 
 
+def test_a_batch_of_fewer_rows_is_short_and_opens_nothing():
+    """Wherever in an epoch it comes; its first dimension is that of all tensors."""
+    assert kind_of_all([kind_of(texts(n, 40)) for n in (8, 3, 8)]) == kind_of(texts(8, 40))
+    assert kind_of_all([kind_of(texts(8, 40)), kind_of(texts(3, 31))]) == OPEN
+
+
+def test_a_first_dimension_that_is_a_length_is_open():
+    batches = [[torch.zeros(length, 8), torch.zeros(8)] for length in (40, 31)]
+    assert kind_of_all([kind_of(b) for b in batches]) == "list(float32 [~, 8], float32 [8])"
+
+
 def test_another_structure_among_a_trials_batches_opens_nothing():
     first = kind_of(texts(8, 40))
     others = [kind_of([torch.zeros(8, 31)]), kind_of(texts(8, 40, torch.int32))]
