@@ -73,7 +73,8 @@ class Watched:
         return found
 
     def assert_no_peak_was_above_what_was_predicted(self) -> None:
-        assert all(peak.peak_bytes <= peak.predicted_bytes for peak in self.peaks)
+        over = [p for p in self.peaks if p.peak_bytes > p.predicted_bytes]
+        assert not over, f"above what was predicted: {over}"
 
 
 # ------------------------------------------------------------------ models and plans

@@ -37,6 +37,7 @@ from shoal.spill.generate import (
 )
 
 quick = settings(max_examples=60, deadline=None)
+NUMBERS = [field.name for field in dataclasses.fields(ShardSpec) if field.name.endswith("_bytes")]
 RESIDENT = {0: (Part.PARAM, Part.STATE)}
 
 
@@ -426,6 +427,23 @@ def test_frozen_shards_go_forward_only_and_move_and_hold_no_more(case):
     one, back = (dataclasses.replace(shape, micro_batches=1, frozen=n) for n in (shape.frozen, 0))
     assert one.check(costs).up_bytes <= back.check(costs).up_bytes
     assert one.check(costs).down_bytes <= back.check(costs).down_bytes
+
+
+def test_what_is_loaded_for_a_step_is_beside_the_gradients_of_the_one_before():
+    """Frozen shards in memory of their own, while the last gradients are on their way."""
+    shape = Shape(3, 1, False, "host", 0, turn=(0, 1, 2), frozen=2)
+    costs = freezing(shape, simple_costs(3))
+    shards = [
+        dataclasses.replace(s, **(dict.fromkeys(NUMBERS, 0) | {"parameter_bytes": size}))
+        for s, size in zip(costs[0].shards, (5, 7, 3), strict=True)
+    ]
+    shards[2] = dataclasses.replace(shards[2], gradient_bytes=100)
+    found = shape.check({0: dataclasses.replace(costs[0], shards=tuple(shards))})
+    first = next(i for i, action in enumerate(shape.program) if is_unit(action))
+    assert [str(action) for action in list(shape.program)[:first]] == ["LOAD s0 param own"]
+    assert found.running_bytes[0] == 5 + 100
+    assert found.running_bytes[first] == 5
+    assert found.held_bytes == 105
 
 
 @quick

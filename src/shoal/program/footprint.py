@@ -18,7 +18,8 @@
     stash       by any other F(s), until its B(s): what the recompute must find as it was
     carries     out of shard s: from B(s) or RECV until B(s - 1) or SEND
     gradients   not loaded into a slot: from B or W until STEP; or, when they are stored and
-                dropped, until the unit that waits for the STORE (see [Note: slots])
+                dropped, until the unit that waits for the STORE (see [Note: slots]); that may
+                be the first one of the next run, before which parameters are loaded
     the unit    the peak inside F, B or STEP, what it produces included
 """
 
@@ -74,6 +75,10 @@ def footprint(actions: Sequence[Action], costs: Costs, *, start: Kept = NOTHING)
     slots = assign_slots(actions, start=start)
     memory = _Memory.before(actions, costs, start, slots)
     outside = [memory.visit(index, action) for index, action in enumerate(actions)]
+    first = next((index for index, action in enumerate(actions) if is_unit(action)), 0)
+    left = memory.left(slots.stores_left)
+    outside[:first] = [held + left for held in outside[:first]]
+    most = max(memory.most, *outside[:first], 0)
     units = [unit_peak_bytes(a, costs[a.trial].shards[a.shard]) for a in actions]
     num_slots = slots.num_slots - slots.num_kept
     arena = memory.kept_bytes + num_slots * memory.slot_bytes
@@ -82,7 +87,7 @@ def footprint(actions: Sequence[Action], costs: Costs, *, start: Kept = NOTHING)
         kept_bytes=Bytes(memory.kept_bytes),
         num_slots=num_slots,
         slot_bytes=Bytes(memory.slot_bytes),
-        held_bytes=Bytes(arena + memory.most),
+        held_bytes=Bytes(arena + most),
         unit_bytes=Bytes(max(units, default=0)),
         peak_bytes=Bytes(max(running, default=arena)),
         up_bytes=_moved(actions, costs, Op.LOAD),
@@ -145,6 +150,10 @@ class _Memory:
             self._give(_batch(action))
         self.most = max(self.most, before, self.total)
         return before + more if is_unit(action) else self.total
+
+    def left(self, stores: Iterable[int]) -> int:
+        """After the last action: what these STOREs keep on the device until they are complete."""
+        return sum(self.outside.get(("stored", store), 0) for store in stores)
 
     def _move(self, index: int, action: Action) -> None:
         key = (action.trial, action.shard)
