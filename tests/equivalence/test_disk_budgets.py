@@ -132,6 +132,20 @@ def test_trials_that_wait_for_each_other_are_within_the_budget(bench, pruner, ke
     assert bench.most <= budget
 
 
+@pytest.mark.parametrize("keep", [1, 2])
+def test_what_those_of_earlier_runs_share_with_later_ones_is_not_asked_for_again(bench, keep):
+    """Also where one trial is left, which has nobody beside it that shares."""
+    bench.recipe = FROZEN
+    asked = {"keep": keep, "trials": 6}
+    budget = bench.needed(**asked)
+
+    for trials in (3, 5, 6):
+        report = bench.run(budget, **{**asked, "trials": trials})
+
+        assert report.count("FINISHED") == trials
+    assert bench.most <= budget
+
+
 @pytest.mark.parametrize("own", [False, True])
 def test_what_is_not_trained_counts_once_where_all_trials_are_known_to_have_it(bench, own):
     bench.recipe = FROZEN

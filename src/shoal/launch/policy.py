@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
 
-from shoal.core.errors import PlanError, SpecError
+from shoal.core.errors import PlanError, SpecError, StorageError
 from shoal.core.plan import Job, Plan
 from shoal.core.spec import Scalar
 from shoal.core.units import Bytes, Seconds, format_bytes
@@ -17,6 +18,8 @@ from shoal.core.values import flag, whole
 from shoal.runtime.saving import checkpoint
 from shoal.storage.files import has_links
 from shoal.storage.generations import bytes_on_disk as files_of
+from shoal.storage.manifest import APART
+from shoal.storage.shared import likeness
 
 _BEST = re.compile(r"best:([1-9][0-9]{0,6})")
 _NO_BYTES = Bytes(0)
@@ -32,12 +35,15 @@ class Beside:
         to_come: Trials that a search will ask for, as if they were like the plan's.
         waiting: So many may have begun and not ended, where trials wait for each other; None
             for all of them.
-        ended: What each trial has on disk that finished or was pruned in earlier runs.
+        ended: What each trial has on disk that finished or was pruned in earlier runs, but what
+            the plan's trials share with it.
+        shared: What of these trials' bases others of the study have on disk.
     """
 
     to_come: int = 0
     waiting: int | None = 0
     ended: Sequence[Bytes] = ()
+    shared: Collection[str] = ()
 
 
 _NOTHING = Beside()
@@ -108,7 +114,7 @@ class CheckpointPolicy:
         ``keep=1``, one more. Of the best evaluation there is one too. Of trials that wait for
         each other it is what they have more than when they have ended.
         """
-        shared, of_each = _shared(plan), max(self.keep, 2) + self.keep_best
+        shared, of_each = _shared(plan, beside), max(self.keep, 2) + self.keep_best
         jobs = [_own(job, shared) for job in _jobs(plan, beside)]
         jobs.sort(key=lambda job: self._held(job, of_each + 1), reverse=True)
         training = sum(self._held(job, of_each + 1) for job in jobs[: plan.at_once])
@@ -120,7 +126,7 @@ class CheckpointPolicy:
 
     def finished_bytes(self, plan: Plan, beside: Beside = _NOTHING) -> Bytes:
         """What stays when every trial has finished; what many trials share is in it once."""
-        shared = _shared(plan)
+        shared = _shared(plan, beside)
         sizes = [self._ended_bytes(_own(job, shared)) for job in _jobs(plan, beside)]
         kept = sum(sorted([*sizes, *beside.ended], reverse=True)[: self.best])
         return Bytes(kept + self._copies * sum(shared.values()))
@@ -214,6 +220,32 @@ def bytes_on_disk(
     return Bytes(sum(files_of(place.all()[-newest:], seen) for place in places))
 
 
+def shared_on_disk(
+    directory: Path, trials: Iterable[int], plan: Plan, seen: set[tuple[int, int]]
+) -> dict[str, Bytes]:
+    """By what it is, the bytes of what a plan's trials share with ``trials``, which have it.
+
+    Its files are among those that were ``seen`` then. What cannot be read counts as nothing.
+    """
+    wanted = {job.frozen for job in plan.jobs if job.frozen}
+    found: dict[str, Bytes] = {}
+    judged = set[tuple[int, int]]()
+    for trial in trials if wanted else ():
+        for generation in checkpoint.generations(directory, trial).all():
+            with suppress(OSError, StorageError):
+                status = (generation.path / APART).stat()
+                inode = status.st_dev, status.st_ino
+                if inode in judged:
+                    continue
+                record = generation.manifest.files.get(APART)
+                judged.add(inode)
+                like = likeness(record.header, record.tensors) if record else ""
+                if like in wanted:
+                    found[like] = Bytes(found.get(like, 0) + status.st_size)
+                    seen.add(inode)
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class _Own:
     """What one trial's generations take: what each of them has, and what they share.
@@ -228,9 +260,10 @@ class _Own:
     frozen_bytes: int
 
 
-def _shared(plan: Plan) -> dict[str, int]:
-    """What several trials of a plan have in the same bits, and its bytes."""
+def _shared(plan: Plan, beside: Beside) -> dict[str, int]:
+    """What several trials have in the same bits, one of the plan among them, and its bytes."""
     count = Counter(job.frozen for job in plan.jobs if job.frozen)
+    count.update(frozen for frozen in beside.shared if frozen in count)
     return {job.frozen: job.frozen_bytes for job in plan.jobs if count[job.frozen] > 1}
 
 

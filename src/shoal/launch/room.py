@@ -7,7 +7,13 @@ from dataclasses import replace
 from shoal.core.plan import Job, Plan
 from shoal.core.units import Bytes
 from shoal.launch.case import Case
-from shoal.launch.policy import Beside, CheckpointPolicy, as_saved_in, bytes_on_disk
+from shoal.launch.policy import (
+    Beside,
+    CheckpointPolicy,
+    as_saved_in,
+    bytes_on_disk,
+    shared_on_disk,
+)
 from shoal.observe.rows import TrialState
 
 _LETS_GO = (TrialState.FINISHED, TrialState.PRUNED)
@@ -44,14 +50,18 @@ class Room:
         """
         jobs = self._jobs | {job.trial: job for job in plan.jobs}
         stays, place, seen = self._policy.stays, self._place, set[tuple[int, int]]()
+        plan = as_saved_in(place, replace(plan, jobs=tuple(jobs.values())))
+        shared = shared_on_disk(place, (*self._ended, *self._others), plan, seen)
         ended = [bytes_on_disk(place, [n], newest=stays, seen=seen) for n in self._ended]
-        theirs = bytes_on_disk(place, sorted(jobs), seen=seen)
+        theirs = sum(shared.values()) + bytes_on_disk(place, sorted(jobs), seen=seen)
         self._policy.check(
-            as_saved_in(place, replace(plan, jobs=tuple(jobs.values()))),
+            plan,
             free,
             reserve=reserve or Bytes(0),
-            theirs=theirs,
+            theirs=Bytes(theirs),
             others=bytes_on_disk(place, self._others, seen=seen),
-            beside=Beside(to_come=to_come, waiting=self._waiting, ended=ended),
+            beside=Beside(
+                to_come=to_come, waiting=self._waiting, ended=ended, shared=shared.keys()
+            ),
         )
         self._jobs = jobs
