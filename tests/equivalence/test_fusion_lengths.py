@@ -262,3 +262,28 @@ def test_trials_whose_lengths_vary_share_an_array_and_verify(space, devices, run
     assert {key["array"].partition(" of ")[2] for key in keys} == {str(WIDTH)}
     verdicts = [*verify_trials(report.directory, rows, recipe=made)]
     assert [(v.first_difference, v.failure, v.skipped) for v in verdicts] == [("", "", "")] * WIDTH
+
+
+def sometimes_weighed(some):
+    """Batches of which some have an item more, which is for the loss."""
+    found, label = padded(some)
+    return (found, label, torch.ones(len(some))) if found.shape[1] == 12 else (found, label)
+
+
+def weighed(output, batch):
+    each = F.cross_entropy(output, batch[1], reduction="none")
+    return (each * batch[2] if len(batch) > 2 else each).mean()
+
+
+def test_batches_of_which_some_have_an_item_more_train_in_an_array_too(run_study):
+    def loaders(hp):
+        train = DataLoader(rows(), 4, shuffle=True, collate_fn=sometimes_weighed)
+        return train, DataLoader(rows()[:16], 4, collate_fn=sometimes_weighed)
+
+    made = shoal.Recipe(model=lambda hp: Texts(), data=loaders, loss=weighed)
+    report = run_study(made, shoal.grid(lr=[0.01, 0.003]), epochs=2, fuse=2)
+    assert [trial.error for trial in report.trials] == [""] * 2
+    found = Snapshot.of(read_outline(report.directory)).trials
+    assert {row.numerics["array"].partition(" of ")[2] for row in found} == {"2"}
+    verdicts = [*verify_trials(report.directory, found, recipe=made)]
+    assert [(v.first_difference, v.failure, v.skipped) for v in verdicts] == [("", "", "")] * 2

@@ -42,9 +42,12 @@ def is_open(kind: str) -> bool:
 
 
 def ranges(kinds: Sequence[str]) -> str:
-    """Of batches of one kind, the sizes of tensors where they vary, ``[8, 17 to 40]``."""
-    told = []
-    for tensors in zip(*map(_sizes, kinds), strict=True):
+    """The sizes of tensors where they vary, ``[8, 17 to 40]``.
+
+    Of batches that are built like the first one; there may be others, which have an item more.
+    """
+    told, alike = [], [kind for kind in kinds if _merged(kinds[0], kind) is not None]
+    for tensors in zip(*map(_sizes, alike), strict=True):
         columns = [sorted(map(int, sizes)) for sizes in zip(*tensors, strict=True)]
         pairs = [(sizes[0], sizes[-1]) for sizes in columns]
         if any(least < most for least, most in pairs):

@@ -115,3 +115,11 @@ def test_sizes_that_vary_are_told_from_the_least_to_the_most():
     kinds = [kind_of(texts(8, length)) for length in (40, 31, 36)]
     assert ranges(kinds) == "[8, 31 to 40]"
     assert ranges(kinds[:1]) == ""
+
+
+def test_sizes_are_told_of_batches_that_are_built_like_the_first_one():
+    """Some may have an item more, or a dimension."""
+    more = kind_of({**texts(8, 50), "w": torch.zeros(8)})
+    flat = kind_of({**texts(8, 50), "y": torch.zeros(8, 1)})
+    assert ranges([kind(40), more, kind(31), flat]) == "[8, 31 to 40]"
+    assert ranges([kind(40), more]) == ""
