@@ -18,7 +18,7 @@ import fcntl
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from enum import Enum
 from itertools import takewhile
 from pathlib import Path
@@ -37,6 +37,7 @@ _FILE_MODE, _DIRECTORY_MODE = 0o600, 0o700
 _ZEROS = bytes(1 << 20)
 _NO_LINKS = {*UNSUPPORTED, errno.EPERM, errno.EXDEV}
 _TICK_S = 0.05
+_ASKING_S = 10.0
 
 
 class NewFile:
@@ -248,19 +249,24 @@ def second_name(source: Path, target: Path) -> SecondName:
 
 
 def has_links(directory: Path) -> bool:
-    """Whether a file in ``directory`` could have a second name; False where none can be made."""
+    """Whether a file in ``directory`` could have a second name; False where none can be made.
+
+    Others may ask at the same time, of a directory of several studies: they take turns.
+    """
     first, second = (directory / f".{name}.link.tmp" for name in ("first", "second"))
-    try:
-        for path in (first, second):
-            remove_file(path)
-        write_file(first, b"")
-        return second_name(first, second) is SecondName.GIVEN
-    except StorageError:
-        return False
-    finally:
-        for path in (first, second):
-            with suppress(StorageError):
+    with ExitStack() as asking:
+        try:
+            asking.enter_context(turn(directory, _ASKING_S))
+            for path in (first, second):
                 remove_file(path)
+            write_file(first, b"")
+            return second_name(first, second) is SecondName.GIVEN
+        except StorageError:
+            return False
+        finally:
+            for path in (first, second):
+                with suppress(StorageError):
+                    remove_file(path)
 
 
 @contextmanager

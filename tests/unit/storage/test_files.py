@@ -6,6 +6,7 @@ import errno
 import os
 import pickle
 import stat
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -305,3 +306,11 @@ def test_where_no_directory_can_be_made_another_place_is_to_be_chosen(tmp_path):
         files.make_directory(tmp_path / "file")
     with pytest.raises(FileError, match="No directory can be made there: choose another place"):
         files.make_new_directory(tmp_path / "missing" / "deeper")
+
+
+def test_whether_there_are_links_is_found_by_several_who_ask_at_once(tmp_path):
+    """Two runs begin in one directory: neither takes away what the other one tries with."""
+    with ThreadPoolExecutor(2) as pool:
+        found = [*pool.map(files.has_links, [tmp_path] * 200)]
+    assert all(found)
+    assert list(tmp_path.iterdir()) == []
