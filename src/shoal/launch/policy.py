@@ -129,22 +129,22 @@ class CheckpointPolicy:
         shared = _shared(plan, beside)
         sizes = [self._ended_bytes(_own(job, shared)) for job in _jobs(plan, beside)]
         kept = sum(sorted([*sizes, *beside.ended], reverse=True)[: self.best])
-        return Bytes(kept + self._copies * sum(shared.values()))
+        return Bytes(kept + self.copies * sum(shared.values()))
 
     def _ended_bytes(self, job: _Own) -> int:
         """What stays of one trial."""
         if self.keep_finished != "weights":
             return self._held(job, self.keep + self.keep_best)
         last = job.weight_bytes + self.keep_best * job.changing_bytes
-        return last + min(self._copies, 1 + self.keep_best) * job.frozen_bytes
+        return last + min(self.copies, 1 + self.keep_best) * job.frozen_bytes
 
     def _held(self, job: _Own, generations: int) -> int:
         """What so many generations of a trial take."""
-        copies = min(self._copies, generations)
+        copies = min(self.copies, generations)
         return generations * job.changing_bytes + copies * job.frozen_bytes
 
     @property
-    def _copies(self) -> int:
+    def copies(self) -> int:
         """On how many files what is not trained is, for all generations that have it."""
         return min(self.keep, 2)
 
@@ -221,14 +221,20 @@ def bytes_on_disk(
 
 
 def shared_on_disk(
-    directory: Path, trials: Iterable[int], plan: Plan, seen: set[tuple[int, int]]
+    directory: Path,
+    trials: Iterable[int],
+    plan: Plan,
+    copies: int,
+    seen: set[tuple[int, int]],
 ) -> dict[str, Bytes]:
     """By what it is, the bytes of what a plan's trials share with ``trials``, which have it.
 
-    Its files are among those that were ``seen`` then. What cannot be read counts as nothing.
+    Up to ``copies`` files of each: a study that was copied without its links has more. They are
+    among those that were ``seen`` then. What cannot be read counts as nothing.
     """
     wanted = {job.frozen for job in plan.jobs if job.frozen}
     found: dict[str, Bytes] = {}
+    counts = Counter[str]()
     judged = set[tuple[int, int]]()
     for trial in trials if wanted else ():
         for generation in checkpoint.generations(directory, trial).all():
@@ -240,7 +246,8 @@ def shared_on_disk(
                 record = generation.manifest.files.get(APART)
                 judged.add(inode)
                 like = likeness(record.header, record.tensors) if record else ""
-                if like in wanted:
+                if like in wanted and counts[like] < copies:
+                    counts[like] += 1
                     found[like] = Bytes(found.get(like, 0) + status.st_size)
                     seen.add(inode)
     return found

@@ -51,7 +51,8 @@ class Room:
         jobs = self._jobs | {job.trial: job for job in plan.jobs}
         stays, place, seen = self._policy.stays, self._place, set[tuple[int, int]]()
         plan = as_saved_in(place, replace(plan, jobs=tuple(jobs.values())))
-        shared = shared_on_disk(place, (*self._ended, *self._others), plan, seen)
+        before, copies = (*self._ended, *self._others), self._policy.copies
+        shared = shared_on_disk(place, before, plan, copies, seen)
         ended = [bytes_on_disk(place, [n], newest=stays, seen=seen) for n in self._ended]
         theirs = sum(shared.values()) + bytes_on_disk(place, sorted(jobs), seen=seen)
         self._policy.check(

@@ -12,7 +12,16 @@ from generating import generate
 from shoal.core.errors import PlanError, SpecError
 from shoal.core.plan import Plan
 from shoal.core.units import Bytes, Seconds
-from shoal.launch.policy import Beside, CheckpointPolicy, as_saved_in, bytes_on_disk
+from shoal.launch.policy import (
+    Beside,
+    CheckpointPolicy,
+    as_saved_in,
+    bytes_on_disk,
+    shared_on_disk,
+)
+from shoal.runtime.saving import checkpoint
+from shoal.storage.manifest import APART
+from shoal.storage.shared import likeness
 from shoal.testing import make_device, make_job, make_shard
 
 MIB = 2**20
@@ -145,6 +154,22 @@ def test_files_that_several_generations_have_count_once(tmp_path):
     assert bytes_on_disk(tmp_path, [0, 1]) == 120
     seen = set()
     assert [bytes_on_disk(tmp_path, [n], seen=seen) for n in (0, 1)] == [110, 10]
+
+
+def test_of_a_base_that_earlier_trials_have_so_many_files_are_shared_as_one_needs(tmp_path):
+    """The others, of a study that was copied without its links, are these trials' own."""
+    rows = [("base", "F32", (4,), bytes(16))]
+    for trial in range(3):
+        with checkpoint.generations(tmp_path, trial).begin(1) as draft:
+            record = draft.tensors(APART, rows)
+            draft.commit()
+    shared = with_base(plan(2), likeness(record.header, record.tensors), "another")
+    for copies in (1, 2):
+        seen = set()
+        found = shared_on_disk(tmp_path, range(3), shared, copies, seen)
+        assert found == {shared.jobs[0].frozen: copies * record.bytes}
+        assert len(seen) == copies
+    assert shared_on_disk(tmp_path, range(3), plan(2), 2, set()) == {}
 
 
 def test_trials_that_a_search_will_ask_for_count_as_if_they_were_like_the_others():
