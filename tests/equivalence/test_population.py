@@ -143,3 +143,41 @@ def test_a_plain_trial_that_copies_has_the_sources_weights_and_its_own_data():
     for mine, its in zip(copied.model.parameters(), source.model.parameters(), strict=True):
         assert same_bits(mine, its)  # nothing was learnt since
     assert torch.equal(copied.rng.torch, alone.rng.torch)  # the same order of the same data
+
+
+def partly_frozen(hp):
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)], nn.Linear(8, 3))
+    model[:2].requires_grad_(not hp["frozen"])
+    return model
+
+
+def data_of_all(hp):
+    return data({"own": 1})
+
+
+def plain_sgd(named, hp):
+    return torch.optim.SGD([p for _, p in named], lr=hp["lr"])
+
+
+@pytest.mark.parametrize(("vary", "is_refused"), [(None, True), (["lr"], False)])
+def test_in_shards_no_hyperparameter_freezes_or_unfreezes(vary, is_refused, tmp_path):
+    """Shards have no room for gradients of what is frozen: four of six trials failed at rungs."""
+    study = shoal.Study(
+        "it",
+        shoal.Recipe(model=partly_frozen, data=data_of_all, loss=loss, optimizer=plain_sgd),
+        space={"lr": SPACE["lr"], "frozen": shoal.choice(0, 1)},
+        trials=4,
+        epochs=4,
+        pruner=shoal.PBT(interval=1, quantile=0.5, vary=vary),
+        directory=tmp_path,
+    )
+    hardware = shoal.Hardware.virtual(devices=1, memory="64MiB")
+    assert len(study.plan(hardware=hardware, technique="resident").jobs) == 4
+    if not is_refused:
+        assert len(study.plan(hardware=hardware, technique=shoal.Spilled(shards=2)).jobs) == 4
+        return
+    with pytest.raises(
+        shoal.PlanError, match=r"'0\.bias' is trained with some hyperparam"
+    ) as error:
+        study.plan(hardware=hardware, technique=shoal.Spilled(shards=2))
+    assert "Leave what freezes parameters out of shoal.PBT(vary=...)" in str(error.value)

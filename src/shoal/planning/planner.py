@@ -25,7 +25,7 @@ from shoal.planning.homes import ANY_ROOM, HomeRoom
 from shoal.planning.paced import Length, length_of, pace_warnings, too_short
 from shoal.planning.pipelining import Question, early
 from shoal.planning.planned import Planned, Settled, with_homes_in_files, with_split_masters
-from shoal.planning.populated import Space, check_members, check_ways
+from shoal.planning.populated import Space, check_members, check_unfreezing, check_ways
 from shoal.planning.staleness import ALIKE, OPEN, Staleness, Way
 from shoal.planning.warned import (
     global_warnings,
@@ -167,13 +167,14 @@ class Planner:
 
     def _plan(self, trials: Sequence[TrialSpec], asking: Asking) -> Planned:
         varied, arrays = self._varied, self._fusing.is_wanted
+        changing = frozenset[str]()
         described = asking.describe(trials, arrays=arrays, shapes=varied is not None)
         lengths = self._lengths(described.noticed)
         described = asking.refuse(described, too_short(described.noticed, lengths))
         if varied is not None:
             check_members(trials, described.noticed)
             first = next(t for t in trials if t.number in described.noticed)
-            check_ways(varied, first, described.noticed[first.number], asking)
+            changing = check_ways(varied, first, described.noticed[first.number], asking)
             self._varied = None  # who comes later is of no population
         mixed = mixed_warnings(trials, described.noticed) if varied is not None else ()
         if not self.in_files:
@@ -210,6 +211,7 @@ class Planner:
         found = [(trial, settled[kinds[trial.number]]) for trial in able]
         planned = self._collect(found, active, rule, asking.failures)
         noticed = described.noticed
+        check_unfreezing(changing, planned.layouts)
         self._noticed.update(noticed)
         shared = set_by_factories(self._noticed)
         lost = lost_warnings(one.measure for one in settled.values())

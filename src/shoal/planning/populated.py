@@ -14,6 +14,7 @@ from typing import Protocol
 
 from shoal.core.errors import PlanError
 from shoal.core.spec import Scalar, TrialSpec
+from shoal.memory.layout import TrialLayout
 from shoal.planning.asking import Asking
 from shoal.planning.changing import MOST
 from shoal.runtime.messages import Describe, Described, Made, Noticed
@@ -49,36 +50,57 @@ def check_members(trials: Sequence[TrialSpec], noticed: Mapping[int, Noticed]) -
             raise PlanError(apart(numbers, words, differing(members, place, kinds)))
 
 
-def check_ways(space: Space, trial: TrialSpec, noticed: Noticed, asking: Asking) -> None:
+def check_ways(space: Space, trial: TrialSpec, noticed: Noticed, asking: Asking) -> frozenset[str]:
     """Refuse a space of which a value changes what a trial makes.
+
+    Returns the parameters that a trial trains with some values and not with others.
 
     Raises:
         PlanError: names the hyperparameter, its two values and what is made with them.
     """
+    trained = [noticed.made.trained if noticed.made else frozenset[str]()]
     for changed in (*_ways(space, trial.hp), *_float_ways(space, trial.hp)):
-        words = _apart_with(changed, trial, noticed, asking)
-        if words == "":
+        made = _made_with(changed, trial, asking)
+        if made is not None:
+            trained.append(made.trained)
+        words = difference(noticed.made, made)
+        if not words:
             continue
         for name in changed if len(changed) > 1 else ():  # of several floats one may do it
             alone = {name: changed[name]}
-            if found := _apart_with(alone, trial, noticed, asking):
+            if found := difference(noticed.made, _made_with(alone, trial, asking)):
                 changed, words = alone, found
                 break
-        if words:
-            raise PlanError(_words_of_way(changed, trial, words))
+        raise PlanError(_words_of_way(changed, trial, words))
+    return frozenset().union(*trained) - frozenset.intersection(*trained)
 
 
-def _apart_with(
-    changed: Mapping[str, Scalar], trial: TrialSpec, noticed: Noticed, asking: Asking
-) -> str | None:
-    """What of a trial is made otherwise with some values changed, in words; empty if nothing.
+def check_unfreezing(changing: frozenset[str], layouts: Mapping[int, TrialLayout]) -> None:
+    """Refuse trials in shards that may freeze or unfreeze parameters; ``changing`` are these.
 
-    None where it cannot be built with them.
+    Shards have room for gradients of what is trained when they are planned, and a trial that goes
+    on later is planned with what it has by then. Who is in one piece has no gradients there.
+
+    Raises:
+        PlanError: names a trial, and a parameter.
     """
+    for number, layout in layouts.items() if changing else ():
+        if any(shard.grad.fields for shard in layout.shards):
+            raise PlanError(
+                f"{min(changing)!r} is trained with some hyperparameters of this population and "
+                f"frozen with others, and trial {number} trains in shards, which have room for "
+                "the gradients of what is trained when they are planned. Leave what freezes "
+                "parameters out of shoal.PBT(vary=...), run a study for each value of it, or use "
+                "technique='resident' if the model fits."
+            )
+
+
+def _made_with(changed: Mapping[str, Scalar], trial: TrialSpec, asking: Asking) -> Made | None:
+    """What of a trial is made with some values changed; None where it cannot be built so."""
     asked = replace(trial, hp={**trial.hp, **changed})
     reply = asking.answer(Describe((asked,), shapes=True))
     other = reply.noticed.get(trial.number) if isinstance(reply, Described) else None
-    return None if other is None else difference(noticed.made, other.made)
+    return None if other is None else other.made
 
 
 def _words_of_way(changed: Mapping[str, Scalar], trial: TrialSpec, difference: str) -> str:

@@ -109,11 +109,12 @@ class Describe:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What a trial makes: of which kind its optimizer is, by what that keeps, and shape and type
-    of each parameter and buffer."""
+    """What a trial makes: of which kind its optimizer is, by what that keeps, shape and type of
+    each parameter and buffer, and which parameters are ``trained``."""
 
     optimizer: str
     shapes: Mapping[str, tuple[tuple[int, ...], str]]
+    trained: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

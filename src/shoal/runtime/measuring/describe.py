@@ -191,6 +191,7 @@ def _made(found: _Described) -> Made:
             f"{what} {name}": (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
             for what, name, tensor in named
         },
+        trained=frozenset(n for n, p in found.model.named_parameters() if p.requires_grad),
     )
 
 
