@@ -100,7 +100,7 @@ def test_a_server_that_is_away_is_told_of_once_and_what_is_lost_is_counted(
         "goes on; up to 100000 values wait here until MLflow takes them."
     )
     assert f"(Away: no route to host): {sink.dropped} values dropped, 1 run not up to" in left
-    assert sink.dropped >= 3
+    assert sink.dropped >= 2  # steps 1 and 3, and those while nothing was known
 
 
 def test_no_study_waits_long_for_a_server_that_hangs(server: Server) -> None:
