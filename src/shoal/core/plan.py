@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from shoal.core.arraykeys import ARRAY_KEYS
 from shoal.core.errors import SpecError
 from shoal.core.seats import ALONE, Epoch, epochs_of, is_alone, rebased, told, until
 from shoal.core.spec import (
@@ -182,15 +183,6 @@ class Job:
 
 OWN_DIRECTORY = "."
 """For ``Plan.spill_dir``: the study's own directory, wherever that is."""
-ARRAY_KEYS = frozenset(("array", "array_pass", "array_floats", "array_widths", "array_layouts"))
-"""What a numerics key says of a trial's array."""
-ALL_LAYOUTS = {"array_layouts": "all"}
-"""What it says where batches of every layout run stacked, and not of the first one's alone."""
-
-
-def stacks_all(key: Mapping[str, object]) -> bool:
-    """Whether batches of every layout run stacked, in an array of trials with such a key."""
-    return key.items() >= ALL_LAYOUTS.items()
 
 
 def with_seats(key: Mapping[str, Scalar], epochs: Sequence[Epoch]) -> dict[str, Scalar]:

@@ -48,9 +48,9 @@ from shoal.spill.generate import Route
 LEAST_GROWTH = 1.25
 """Each rung plans for at least so many times what the one before was planned for."""
 MAX_RUNGS = 8
-_NO_KEY = {"cut", "array_group", "array_batches"}
-"""How the pilot compared a chain, which then has the same bits; what a shape is called, and of
-which kind its batches are."""
+_NO_KEY = {"cut", "array_group", "array_batches", "array_base"}
+"""How the pilot compared a chain, which then has the same bits; what a shape is called, of which
+kind its batches are, and which frozen weights its trials have."""
 
 
 def grow(growth: float, by: float) -> float:

@@ -13,6 +13,7 @@ Batches are fetched by the caller, each within ``array.streams(slot)``.
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +22,6 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from shoal.core.errors import TrialError
 from shoal.fusion.admission import require_signature, shared_signature, shell
@@ -94,6 +94,7 @@ class Array:
     trial failed waits until it is retired. ``usual`` is the layout of the batches that run
     stacked (``layout_of``); without one the first batches after a change of members say it.
     With ``any_layout`` all do, in a pass for each layout: of trials whose batches vary in length.
+    With ``one_base`` weights that are frozen are there once, for trials that all have the same.
     ``stacking`` makes the rows.
 
     Raises:
@@ -108,10 +109,12 @@ class Array:
         backend: ArrayBackend | None = None,
         usual: Hashable = None,
         any_layout: bool = False,
-        stacking: Callable[[Sequence[nn.Module]], Stacked] = Stacked,
+        one_base: bool = False,
+        stacking: Callable[..., Stacked] = Stacked,
     ) -> None:
         self.device = torch.device(device)
-        self._known_usual, self._stacking = usual, stacking
+        self._known_usual = usual
+        self._stacking = functools.partial(stacking, one_base=True) if one_base else stacking
         self.backend: ArrayBackend = StackedBackend() if backend is None else backend
         self._lone = LoopBackend()
         self._own: OwnSteps | LoneSteps | None = None

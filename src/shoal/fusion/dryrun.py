@@ -64,10 +64,12 @@ def dry_run(
     *,
     device: str | torch.device = "cpu",
     backend: ArrayBackend | None = None,
+    one_base: bool = False,
 ) -> str:
     """In words, why these trials should not train as one array; empty if they may.
 
-    The trials are not touched. ``batches``: one for each. ``backend`` runs their passes.
+    The trials are not touched. ``batches``: one for each. ``backend`` runs their passes;
+    ``one_base`` as of ``Array``.
     """
     where = torch.device(device)
     moved = [to_device(batch, where) for batch in batches]
@@ -81,7 +83,7 @@ def dry_run(
         spare = copies(exact[0]) if _differ_in_floats(members) else ()
         losses = _losses(len(members), None, None)
         try:
-            found = _passed(*exact, where, backend)
+            found = _passed(*exact, where, backend, one_base)
             words = _unlike_alone(found, *exact, where)
             evaluated = found.evaluated()
             losses = _losses(len(members), found, evaluated)
@@ -153,9 +155,11 @@ def _passed(
     batches: Sequence[Any],
     device: torch.device,
     backend: ArrayBackend | None = None,
+    one_base: bool = False,
 ) -> _Pass:
     """One step of copies of these trials as an array; raises Declined."""
-    array = Array(copies(members), device=device, backend=backend or StackedBackend())
+    runs = backend or StackedBackend()
+    array = Array(copies(members), device=device, backend=runs, one_base=one_base)
     trained = array.backend.train(array._crew, batches, [True] * len(members), 1.0)
     return _Pass(array, trained, batches)
 

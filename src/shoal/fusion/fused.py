@@ -246,7 +246,8 @@ class StackedBackend:
         """
         template, level = self._current(crew), slots.level
         recipe = template.recipe
-        tensors = {name: level.slotted(block) for name, block in blocks.items()}
+        within = crew.stacked.within
+        tensors = {name: within(name, b, level.slotted) for name, b in blocks.items()}
         with (
             template.running(slots, crew.stacked, tensors) as replaced,
             SlotMode(slots, own_factories=self._known_of(crew).own_factories),

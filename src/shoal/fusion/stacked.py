@@ -7,11 +7,12 @@ parameter objects stay the same, so that optimizers and schedules never notice.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from shoal.fusion.declined import Declined
 from shoal.fusion.level import like_alone
 
 
@@ -20,14 +21,28 @@ class Stacked:
 
     A row lies in memory as its tensor did alone. Parameters are leaves of autograd: their
     gradients are stacked too. They are on ``device``, or where the modules are.
+
+    With ``one_base`` the weights that are frozen are there once: all rows of such a block are the
+    same memory, and in a pass it is a tensor that no slot has for itself (``within``). So a
+    product with it is one of all slots' rows. Who has other bits there cannot be taken.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        device: torch.device | None = None,
+        *,
+        one_base: bool = False,
+    ) -> None:
         first = modules[0]
         width = len(modules)
+        named = dict(first.named_parameters())
+        self.base = frozenset(n for n, p in named.items() if one_base and not p.requires_grad)
         self.parameters = {
-            name: like_alone(width, parameter.detach(), device)
-            for name, parameter in first.named_parameters()
+            name: self._once(width, parameter.detach(), device)
+            if name in self.base
+            else like_alone(width, parameter.detach(), device)
+            for name, parameter in named.items()
         }
         self.buffers = {name: like_alone(width, b, device) for name, b in first.named_buffers()}
         for slot, module in enumerate(modules):
@@ -35,11 +50,23 @@ class Stacked:
         for name, parameter in first.named_parameters():
             self.parameters[name].requires_grad_(parameter.requires_grad)
 
+    @staticmethod
+    def _once(width: int, one: Tensor, device: torch.device | None) -> Tensor:
+        """A block whose rows are all the same memory, with the bits of ``one``."""
+        own = like_alone(1, one, device)
+        own[0].copy_(one)
+        return own[0].expand(width, *one.shape)
+
+    def within(self, name: str, block: Tensor, slotted: Callable[[Tensor], Tensor]) -> Tensor:
+        """What a pass has of a block: a value per slot, or the one that all have."""
+        return block[0] if name in self.base else slotted(block)
+
     def part(self, parameters: Mapping[str, str], buffers: Mapping[str, str]) -> Stacked:
         """Some of the tensors, under other names: theirs there -> theirs here."""
         found: Stacked = object.__new__(Stacked)
         found.parameters = {name: self.parameters[here] for name, here in parameters.items()}
         found.buffers = {name: self.buffers[here] for name, here in buffers.items()}
+        found.base = frozenset(name for name, here in parameters.items() if here in self.base)
         return found
 
     def rows(self, slot: int) -> dict[str, Tensor]:
@@ -48,21 +75,45 @@ class Stacked:
         return found | {name: block[slot] for name, block in self.buffers.items()}
 
     def take(self, slot: int, module: nn.Module) -> None:
-        """Copy a module's tensors into a row, where they live from now on."""
+        """Copy a module's tensors into a row, where they live from now on.
+
+        Raises:
+            Declined: what is there once for all is another one there; nothing has changed.
+        """
         with torch.no_grad():
+            self._require_base(module)
             for name, parameter in module.named_parameters():
                 row = self.parameters[name].detach()[slot]
-                row.copy_(parameter)
+                if name not in self.base:
+                    row.copy_(parameter)
                 parameter.data = row
             self.put_buffers(slot, module)
 
+    def _require_base(self, module: nn.Module) -> None:
+        for name in self.base:
+            parameter, mine = module.get_parameter(name), self.parameters[name][0]
+            same = parameter.data_ptr() == mine.data_ptr() or torch.equal(
+                _bits(parameter.detach().to(mine.device)), _bits(mine)
+            )
+            if not same:
+                raise Declined(
+                    f"{name!r}, which is frozen, has other bits than in the trials of its array, "
+                    "which have it in memory once"
+                )
+
     def settle(self, slot: int, module: nn.Module) -> None:
-        """Have tensors that a module's code replaced by others live in their row again."""
+        """Have tensors that a module's code replaced by others live in their row again.
+
+        Raises:
+            Declined: what is there once for all was given other bits.
+        """
         with torch.no_grad():
+            self._require_base(module)
             for name, parameter in module.named_parameters():
                 row = self.parameters[name].data[slot]
                 if parameter.data_ptr() != row.data_ptr():
-                    row.copy_(parameter)
+                    if name not in self.base:
+                        row.copy_(parameter)
                     parameter.data = row
         self.put_buffers(slot, module)
 
@@ -91,6 +142,11 @@ class Stacked:
             for key, held in child._buffers.items():
                 if held is not None:
                     child._buffers[key] = own[id(held)]
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Bytes, so that NaN is itself and 0 is not -0."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def owners(module: nn.Module) -> Mapping[str, str]:

@@ -21,6 +21,7 @@ class Unplaced(Stacked):
 
     def __init__(self, modules: Sequence[nn.Module], device: torch.device | None = None) -> None:
         first, width = modules[0], len(modules)
+        self.base = frozenset()
         named = first.named_parameters()
         self._nowhere = {name: _nowhere(width, p.detach(), device) for name, p in named}
         self.parameters = {name: one.detach() for name, one in self._nowhere.items()}

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from shoal.core.arraykeys import ALL_LAYOUTS, ARRAY_KEYS, ONE_BASE
 from shoal.core.plan import (
-    ALL_LAYOUTS,
-    ARRAY_KEYS,
     ArrayPlace,
     ArrayRoom,
     Job,
@@ -22,6 +21,7 @@ from shoal.core.spec import NO_SECONDS, PassKind, Scalar, WidthMeasure
 from shoal.core.technique import as_they_travel, kept_shards
 from shoal.core.units import Bytes, Seconds, counted, format_bytes, format_seconds
 from shoal.planner.narrower import Narrower, told
+from shoal.planning.based import BASE
 from shoal.planning.spilling import SpilledArrayPlan
 
 IN_SHARDS = " spilled"
@@ -48,10 +48,24 @@ class Later(NamedTuple):
 
 
 def held_bytes(job: Job, width: int) -> Bytes:
-    """What ``width`` such trials hold on the device between two steps."""
+    """What ``width`` such trials hold on the device between two steps.
+
+    Where they have one base (``planning/based.py``) all but one of them have no frozen weights.
+    """
     each = sum(s.owned_bytes + s.state_bytes for s in job.shards) + job.buffer_bytes
     batches = job.batch_bytes * job.micro_batches
-    return Bytes(width * (each + batches))
+    once = _base_bytes(job) * (width - 1) if BASE in job.numerics else 0
+    return Bytes(width * (each + batches) - once)
+
+
+def _base_bytes(job: Job) -> int:
+    """Of the weights that are not trained, which have no gradients."""
+    return sum(max(0, shard.owned_bytes - shard.gradient_bytes) for shard in job.shards)
+
+
+def of_base(job: Job, base: str) -> Job:
+    """A job whose key names the frozen weights that its trial shares, if it does."""
+    return replace(job, numerics={**job.numerics, BASE: base}) if base else job
 
 
 def seats_taken(trials: int, devices: int, width: int) -> float:
@@ -89,6 +103,10 @@ def in_array(
         key |= {"array_pass": f"compiled, {compiler}", "array_floats": constants}
     if "array_batches" in job.numerics:
         key |= ALL_LAYOUTS
+    if BASE in job.numerics:
+        key |= ONE_BASE
+        size = format_bytes(Bytes(_base_bytes(job)))
+        why = (*why, f"{size} of weights that are not trained are in it once, for all of them")
     own = _room(job, place, found, captures=captures, taken=taken)
     return replace(
         job,

@@ -10,7 +10,10 @@ from shoal.core.spec import PassKind, Scalar, WidthMeasure
 from shoal.fusion.lengths import is_open, kind_in, with_kind
 from shoal.fusion.match import Signature
 from shoal.planner.narrower import Narrower
+from shoal.planner.uneven import IN_SHARDS as LENGTHS_IN_SHARDS
 from shoal.planner.width import Candidate
+from shoal.planning.based import BASE, base_in, with_base
+from shoal.planning.based import IN_SHARDS as BASE_IN_SHARDS
 from shoal.planning.capturing import BY_CODE, LoneWay
 from shoal.planning.spilling import SpilledArrayPlan
 
@@ -34,6 +37,18 @@ class Shape:
     spilled: dict[int, SpilledArrayPlan | str] = field(default_factory=dict)  # by width
 
     @property
+    def base(self) -> str:
+        """What names the frozen weights that its trials share; "" where each has its own."""
+        return base_in(self.signature)
+
+    @property
+    def whole(self) -> str:
+        """Why its arrays are in no shards; empty if they may be."""
+        if self.varies:
+            return LENGTHS_IN_SHARDS
+        return BASE_IN_SHARDS if self.base else ""
+
+    @property
     def varies(self) -> bool:
         """Whether its trials' batches vary in length."""
         return is_open(kind_in(self.signature))
@@ -48,10 +63,14 @@ def shapes_on_record(
     keys: Iterable[Mapping[str, Scalar]], facts: Iterable[Signature]
 ) -> Iterator[Signature]:
     """Those of ``facts`` with kinds of batches under which trials of their shape are on record."""
-    told = ((str(k["array_batches"]), k["array_group"]) for k in keys if "array_batches" in k)
+    told = (
+        (str(k["array_batches"]), str(k.get(BASE, "")), k["array_group"])
+        for k in keys
+        if "array_batches" in k
+    )
     shapes = dict.fromkeys(told)
     for signature in dict.fromkeys(facts):
-        for kind, group in shapes:
+        for kind, base, group in shapes:
             there = with_kind(signature, kind)
-            if digest_of(there) == group:
+            if digest_of(with_base(there, base)) == group:
                 yield there

@@ -31,7 +31,7 @@ from shoal.fusion.match import Signature, groups
 from shoal.memory.layout import TrialLayout
 from shoal.planner.lanes import Load
 from shoal.planner.narrower import from_key, narrower
-from shoal.planner.uneven import IN_SHARDS, told_of_passes, with_lengths
+from shoal.planner.uneven import told_of_passes, with_lengths
 from shoal.planner.width import (
     Candidate,
     Fits,
@@ -52,12 +52,14 @@ from shoal.planning.arrayjobs import (
     held_bytes,
     in_array,
     in_spilled_array,
+    of_base,
     seats_taken,
     why_spilled,
     with_rooms,
 )
 from shoal.planning.arrayshapes import Shape, digest_of, shapes_on_record
 from shoal.planning.asking import Asking
+from shoal.planning.based import BASE, base_in, based, without_base
 from shoal.planning.capturing import lone_way
 from shoal.planning.changing import why_apart
 from shoal.planning.reseating import (
@@ -133,9 +135,9 @@ class Fusing:
         return any("array_group" in self._recorded.get(trial, {}) for trial in trials)
 
     def alike(
-        self, facts: Mapping[int, Signature], kinds: Mapping[int, str]
+        self, facts: Mapping[int, Signature], kinds: Mapping[int, str], bases: Mapping[int, str]
     ) -> dict[int, Signature]:
-        """The facts of trials, and with which batches they may share an array.
+        """The facts of trials, and with which batches and bases they may share an array.
 
         Who was planned before keeps what it was planned with.
         """
@@ -145,7 +147,10 @@ class Fusing:
             for trial in sorted(facts.keys() & before.keys())
         }
         there = shapes_on_record(self._recorded.values(), facts.values())
-        return alike(facts, kinds, on_record, [*self._shapes, *there])
+        planned = [without_base(shape) for shape in self._shapes]
+        found = alike(facts, kinds, on_record, [*planned, *there])
+        had = {trial: str(before[trial].get(BASE, "")) for trial in on_record}
+        return based(found, bases, had, self._shapes)
 
     def places(
         self,
@@ -164,7 +169,11 @@ class Fusing:
         """
         self._spilling = spilling
         kinds = Resident if spilling is None else Resident | Spilled
-        able = {j.trial: j for j in jobs if isinstance(j.technique, kinds) and j.trial in facts}
+        able = {
+            j.trial: of_base(j, base_in(facts[j.trial]))
+            for j in jobs
+            if isinstance(j.technique, kinds) and j.trial in facts
+        }
         specs = [trial for trial in trials if trial.number in able]
         done, before = {job.trial: job for job in jobs}, dict(self._recorded)
         for members in groups([facts[trial.number] for trial in specs]):
@@ -296,6 +305,7 @@ class Fusing:
             has_trial=held_bytes(job, 1) <= self._budget,
             captures=shape.lone.captures,
             varies=shape.varies,
+            one_base=bool(shape.base),
         )
 
     def _with_lone_price(self, measure: ArrayMeasure, job: Job) -> ArrayMeasure:
@@ -355,8 +365,8 @@ class Fusing:
     ) -> SpilledArrayPlan | str:
         """The array of this shape in shards, or why there is none."""
         assert self._spilling is not None
-        if shape.varies:
-            return IN_SHARDS
+        if words := shape.whole:
+            return words
         if width not in shape.spilled:
             shape.spilled[width] = self._spilling.find(asking, trials, width, fits=fits)
         return shape.spilled[width]

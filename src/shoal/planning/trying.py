@@ -39,13 +39,14 @@ Next = Callable[[ArrayMeasure], Candidate | None]
 class Room(NamedTuple):
     """What a device has room for, as far as states tell: an array of a width, a trial alone.
 
-    How that one trains, and whether batches vary in length.
+    How that one trains, whether batches vary in length, and whether what is frozen is there once.
     """
 
     has_array: Callable[[int], bool] = lambda width: True
     has_trial: bool = True
     captures: bool = False  # a trial alone
     varies: bool = False
+    one_base: bool = False
 
 
 ANY = Room()
@@ -110,6 +111,7 @@ def _with(measure: ArrayMeasure, candidate: Candidate, asked: _Tries) -> ArrayMe
         alone_fits=room.has_trial,
         captures=room.captures,
         varies=room.varies,
+        one_base=room.one_base,
     )
     built = asking.measure_arrays(order, asked.devices)
     tries: list[ArrayTry] = []

@@ -161,7 +161,8 @@ class MeasureArray:
 
     ``is_whole``: the device may have room for it; else it is not built, and what a trial alone
     takes is asked for. ``alone_fits``: it has room for that one. ``captures``: that one trains
-    captured. ``varies``: their batches vary in length, and several are looked at.
+    captured. ``varies``: their batches vary in length, and several are looked at. ``one_base``:
+    what is frozen is the same in all of them, and is there once.
     """
 
     trials: tuple[TrialSpec, ...]
@@ -171,6 +172,7 @@ class MeasureArray:
     alone_fits: bool = True
     captures: bool = False
     varies: bool = False
+    one_base: bool = False
 
     @property
     def trial(self) -> TrialSpec:

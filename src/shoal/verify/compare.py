@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from shoal.core.arraykeys import has_one_base, stacks_all
 from shoal.core.errors import ShoalError, SpecError, StorageError
-from shoal.core.plan import stacks_all
 from shoal.core.seats import epochs_of
 from shoal.frames import user_line
 from shoal.kernelchoice import EXACT, STRICT, TOLD, KernelChoice, only_deterministic
@@ -269,6 +269,7 @@ def _as_plain(row: TrialRow) -> PlainTrial:
         kind = "eager"  # whose bits it has: the operations themselves, and no graph of them
     places: dict[str, Any] = {"place": place, "kind": kind, "later": later}
     places["any_layout"] = stacks_all(row.numerics)
+    places["one_base"] = has_one_base(row.numerics)
     return PlainTrial(hp=first, seed=row.seed, inherits=inherits, **places)
 
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal.core.arraykeys import stacks_all
 from shoal.core.errors import SpecError
 from shoal.core.plan import (
     ArrayPlace,
@@ -18,7 +19,6 @@ from shoal.core.plan import (
     plan_from_dict,
     seated,
     seated_at,
-    stacks_all,
 )
 from shoal.core.seats import Epoch, epochs_of
 from shoal.core.spec import TrialSpec
@@ -519,7 +519,7 @@ OPEN_ALL = dict.fromkeys(range(4), OPEN)
 
 def test_trials_that_differ_in_how_long_their_first_batches_are_share_an_array():
     fusing, asked = Fusing(4, [make_device(memory=2**28)], {}), Asked()
-    facts = fusing.alike(FIRST, OPEN_ALL)
+    facts = fusing.alike(FIRST, OPEN_ALL, {})
     jobs = place(4, range(4), facts=facts, fusing=fusing, asked=asked)
     assert [job.numerics["array"] for job in jobs] == [f"slot {n} of 4" for n in range(4)]
     assert {job.numerics["array_batches"] for job in jobs} == {OPEN}
@@ -533,7 +533,7 @@ def test_trials_on_record_go_on_with_the_kind_that_their_keys_have():
     (later,) = place(4, [1], facts={1: of_batches(OPEN)})
     recorded = {0: before.numerics, 1: later.numerics}
     fusing = Fusing(None, [make_device(memory=2**28)], recorded, on_record=4)
-    facts = fusing.alike(FIRST, OPEN_ALL)
+    facts = fusing.alike(FIRST, OPEN_ALL, {})
     jobs = place(None, range(4), facts=facts, fusing=fusing)
     groups = [job.numerics["array_group"] for job in jobs]
     assert groups == [before.numerics["array_group"], *[later.numerics["array_group"]] * 3]
@@ -548,13 +548,13 @@ def test_later_trials_come_to_the_kind_of_those_of_their_shape_that_have_ended()
     fusing = Fusing(None, [make_device(memory=2**28)], {0: ended.numerics}, on_record=4)
     batches = FIRST[1].facts[-1]
     facts = {1: FIRST[1], 2: Signature((*OTHER.facts, batches))}
-    found = fusing.alike(facts, dict.fromkeys(facts, batches[1]))
+    found = fusing.alike(facts, dict.fromkeys(facts, batches[1]), {})
     assert found == {1: of_batches(OPEN), 2: facts[2]}
 
 
 def test_an_array_of_batches_that_vary_in_length_is_not_cut_into_shards():
     fusing = Fusing(4, [make_device(memory=1)], {})
-    facts = fusing.alike(FIRST, OPEN_ALL)
+    facts = fusing.alike(FIRST, OPEN_ALL, {})
     specs = [TrialSpec(number=n, hp={"lr": 0.1}, seed=n) for n in range(4)]
     spilling = SimpleNamespace(is_forced=False)
     jobs = [make_job(n) for n in range(4)]

@@ -26,9 +26,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from shoal.core.errors import CapacityError
-from shoal.core.plan import ArrayPlace, Job, stacks_all
+from shoal.core.arraykeys import has_one_base, stacks_all
+from shoal.core.errors import CapacityError, TrialError
+from shoal.core.plan import ArrayPlace, Job
 from shoal.core.technique import Spilled
 from shoal.core.units import Bytes
 from shoal.device import Device
@@ -39,6 +41,7 @@ from shoal.fusion.declined import Declined
 from shoal.fusion.finish import FROZEN
 from shoal.habits import trained
 from shoal.memory.ledger import Ledger
+from shoal.memory.store import same_bits
 from shoal.partition.track import AllocationTracker
 from shoal.program.ir import Op
 from shoal.recipe import read_data, to_device
@@ -204,6 +207,7 @@ class ArraySeat:
                 backend=self.backend,
                 usual=None if varies else _usual_layout(session, where),
                 any_layout=varies,
+                one_base=has_one_base(session.job.numerics),
             )
             array.widen(slot, self.place.width)
             self._array = array
@@ -551,11 +555,28 @@ def _bring(session: Session) -> None:
             state[key] = host.states[name][key].to(device, copy=True)
 
 
+def _require_untouched(name: str, parameter: Tensor, before: Tensor) -> None:
+    if not same_bits(parameter, before):
+        raise TrialError(
+            f"{name!r} is frozen, and the trials of its array have it in memory once: something "
+            "has written to it, for all of them. What was saved before is as it was. Train with "
+            "fuse=False (--fuse off), or do not freeze what is written to."
+        )
+
+
 def _write_back(session: Session) -> None:
-    """Bring the host region up to date; nothing of the trial moves."""
+    """Bring the host region up to date; nothing of the trial moves.
+
+    Raises:
+        TrialError: weights that the array's trials have once are others than they were.
+    """
     host, binding = place_on_host(session.region, session.layout, 0), session.binding
+    once = has_one_base(session.job.numerics)
     with torch.no_grad():
         for name, parameter in binding.params.items():
+            if once and not parameter.requires_grad:
+                _require_untouched(name, parameter, host.params[name])
+                continue
             host.params[name].copy_(parameter)
             state = session.optimizer.state.get(parameter, {})
             made = {key: value for key, value in state.items() if is_stored(value)}

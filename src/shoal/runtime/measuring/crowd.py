@@ -37,10 +37,11 @@ made, then those that are timed. A length that comes again has a graph there, an
 class Crowd:
     """Trials with their batches, in host memory; built one after the other as they are needed.
 
-    ``varies``: their batches vary in length, and each has those of several steps.
+    ``varies``: their batches vary in length, and each has those of several steps. ``one_base``:
+    what is frozen is the same in all of them, and an array has it once.
     """
 
-    varies = False
+    varies, one_base = False, False
 
     def __init__(self, recipe: Recipe, trials: Sequence[TrialSpec], device: torch.device) -> None:
         # Timing takes many steps on one batch: what diverges is to take as long as ever.

@@ -14,6 +14,7 @@ on the machine take of a slice is not counted ([Note: others' work] in ``slices.
 
 from __future__ import annotations
 
+import functools
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -139,6 +140,7 @@ class ArrayBench:
         self._works = ()
         self._captures_alone = order.captures
         self._crowd.trials, self._crowd.varies = order.trials, order.varies
+        self._crowd.one_base = order.one_base
         self._crowd.grow(min(TRIED, max(2, width)))
         if self._declined is None:
             self._declined = self._first_look(order)
@@ -197,8 +199,9 @@ class ArrayBench:
         if where.type != "cpu":
             with suppress(torch.OutOfMemoryError), self.meter.counting():
                 placed = on_device(copies(members), where)
-                return dry_run(placed, [to_device(b, where) for b in batches], device=where)
-        return dry_run(members, batches, device=HOST)
+                moved = [to_device(b, where) for b in batches]
+                return dry_run(placed, moved, device=where, one_base=crowd.one_base)
+        return dry_run(members, batches, device=HOST, one_base=crowd.one_base)
 
     def _place_alone(self) -> None:
         """A trial alone comes to the device, if it has room."""
@@ -274,7 +277,8 @@ class ArrayBench:
             device=where,
             backend=backend,
             any_layout=self._crowd.varies,
-            stacking=lambda modules: Stacked(modules, where),
+            one_base=self._crowd.one_base,
+            stacking=functools.partial(Stacked, device=where),
         )
 
     def _copies(self, width: int) -> list[Member]:

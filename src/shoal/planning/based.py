@@ -1,0 +1,67 @@
+"""Trials that were built with the same frozen weights: an array of them has those once. Pure.
+
+A fine-tuned base is the same for all trials that load it, and an array that has it once takes less
+memory and, since a product with it is one of all slots' rows, less time. Trials whose bases differ
+(a base that is drawn at random, say) are no worse than ever: they have a row each.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from shoal.fusion.match import Signature
+
+BASE = "array_base"
+"""What of a numerics key names the base of a trial that shares it, or would."""
+FACT = "the bits of the weights that are not trained"
+IN_SHARDS = (
+    "they have their frozen weights in memory once, and arrays in shards have a row of them for "
+    "each trial"
+)
+
+
+def with_base(signature: Signature, base: str) -> Signature:
+    """A signature of trials with this base; as it is where that is ""."""
+    return replace(signature, facts=(*signature.facts, (FACT, base))) if base else signature
+
+
+def without_base(signature: Signature) -> Signature:
+    """All of it but the base."""
+    return replace(signature, facts=tuple(fact for fact in signature.facts if fact[0] != FACT))
+
+
+def base_in(signature: Signature) -> str:
+    """The base that its trials share; "" where each has its own."""
+    return dict(signature.facts).get(FACT, "")
+
+
+def based(
+    facts: Mapping[int, Signature],
+    bases: Mapping[int, str],
+    on_record: Mapping[int, str],
+    known: Iterable[Signature] = (),
+) -> dict[int, Signature]:
+    """The trials' facts, with their base where several have the same.
+
+    Args:
+        facts: By trial, without bases.
+        bases: What tells the bits of a trial's base; "" where it has none, or none is to be one.
+        on_record: The same of those that were planned before, which keep theirs; "" of none.
+        known: Signatures of shapes that were planned.
+    """
+    there = {base_in(signature) for signature in known} | set(on_record.values())
+    fresh = Counter(
+        (signature, bases.get(trial, ""))
+        for trial, signature in facts.items()
+        if trial not in on_record
+    )
+
+    def base_of(trial: int, signature: Signature) -> str:
+        if trial in on_record:
+            return on_record[trial]
+        mine = bases.get(trial, "")
+        return mine if mine in there or fresh[signature, mine] > 1 else ""
+
+    return {trial: with_base(one, base_of(trial, one)) for trial, one in facts.items()}

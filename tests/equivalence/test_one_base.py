@@ -1,0 +1,162 @@
+"""Trials over one frozen base: an array has it in memory once, and each is its slot alone."""
+
+from __future__ import annotations
+
+import pytest
+import squads
+import torch
+from listening import Heard
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import shoal
+from shoal.core.event import PeakMeasured
+from shoal.observe import read_outline
+from shoal.observe.snapshot import Snapshot
+from shoal.plain import array_loop
+from shoal.planning.based import BASE
+from shoal.testing import assert_same
+from shoal.verify.record import read_losses
+
+WIDTH = 384  # two such layers in float64 are more than the MiB from which a base is looked at
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a low-rank addition."""
+
+    def __init__(self, drop: float) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH, dtype=torch.float64).requires_grad_(False)
+        self.down = nn.Linear(WIDTH, 2, bias=False, dtype=torch.float64)
+        self.up = nn.Linear(2, WIDTH, bias=False, dtype=torch.float64)
+        self.drop = nn.Dropout(drop)
+
+    def forward(self, x):
+        return (self.base(x) + self.up(self.drop(self.down(x)))).tanh()
+
+
+def layers(hp):
+    made = [Adapted(hp["drop"]), Adapted(hp["drop"])]
+    return nn.Sequential(*made, nn.Linear(WIDTH, 3, dtype=torch.float64))
+
+
+def pretrained(hp):
+    """The same base for every trial, with adapters of its own."""
+    model = layers(hp)
+    random = torch.Generator().manual_seed(7)
+    for layer in model[:-1]:
+        layer.base.weight.data.normal_(0.0, 0.05, generator=random)
+        layer.base.bias.data.zero_()
+    return model
+
+
+def rows(count, seed):
+    random = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, WIDTH, generator=random, dtype=torch.float64)
+    return TensorDataset(x, torch.randint(3, (count,), generator=random))
+
+
+def data(hp):
+    return DataLoader(rows(20, 0), batch_size=4, shuffle=True), DataLoader(rows(8, 1), 4)
+
+
+def loss(output, batch):
+    return nn.functional.cross_entropy(output, batch[1])
+
+
+def adam(named, hp):
+    return torch.optim.AdamW([p for _, p in named if p.requires_grad], lr=hp["lr"])
+
+
+class Shrinking(torch.optim.AdamW):
+    """Writes to what is frozen too, by code that no counter of torch's sees."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.mul_(0.99)
+
+
+def shrinking(named, hp):
+    return Shrinking([p for _, p in named], lr=hp["lr"])
+
+
+def recipe(**changes):
+    settings = {"model": pretrained, "data": data, "loss": loss, "optimizer": adam}
+    return shoal.Recipe(**(settings | changes))
+
+
+SPACE = shoal.grid(lr=[1e-2, 1e-3, 3e-3], drop=[0.0, 0.2])
+
+
+def keys(report):
+    return [dict(row.numerics) for row in Snapshot.of(read_outline(report.directory)).trials]
+
+
+def assert_slots(report, of, **loop):
+    """Each trial is its slot with nobody beside it, bit for bit, and near the plain loop."""
+    losses, slots = read_losses(report.directory), squads.slots_of(report)
+    for trial in report.trials:
+        assert not trial.error, trial.error
+        slot, width = slots[trial.number]
+        plain = array_loop(of, trial.hp, trial.seed, slot=slot, width=width, one_base=True, **loop)
+        assert_same(plain, trial, losses=losses[trial.number])
+    squads.assert_near(report.trials, of, 1e-9, **loop)
+
+
+@pytest.mark.parametrize("fuse", ["3-eager", "3-traced"])
+@pytest.mark.parametrize("changes", [{}, {"clip_grad_norm": 0.5, "accumulate": 2}])
+def test_each_trial_is_its_slot_alone_and_near_the_plain_loop(changes, fuse, run_study):
+    """Six trials in arrays of three: the last three come into slots that were others'."""
+    of, heard = recipe(**changes), Heard()
+    report = run_study(of, SPACE, epochs=2, fuse=fuse, callbacks=[heard])
+
+    assert {key["array_weights"] for key in keys(report)} == {"frozen ones once"}
+    assert len({key[BASE] for key in keys(report)}) == 1
+    assert set(squads.widths(report)) == {3}
+    assert_slots(report, of, epochs=2)
+    assert all(peak.peak_bytes <= peak.predicted_bytes for peak in heard.of(PeakMeasured))
+
+
+def test_it_is_verified(run_study):
+    of = recipe(clip_grad_norm=0.5)
+
+    report = run_study(of, SPACE, epochs=2, fuse=3, checkpoint_every=0)
+    squads.assert_verified(report, of)
+
+
+def test_an_array_of_four_holds_the_base_once(tmp_path):
+    held = {}
+    for name, model in (("one", pretrained), ("own", layers)):
+        study = shoal.Study(
+            name, recipe(model=model), space=SPACE, epochs=1, directory=tmp_path, seed=3
+        )
+        hardware = shoal.Hardware.virtual(devices=1, memory="256MiB")
+        plan = study.plan(hardware=hardware, fuse="4-eager")
+        assert {job.array.width for job in plan.jobs} == {4}
+        assert {BASE in job.numerics for job in plan.jobs} == {name == "one"}
+        held[name] = plan.jobs[0].held_bytes
+    frozen = sum(p.nbytes for p in layers({"drop": 0.0}).parameters() if not p.requires_grad)
+    assert held["own"] - held["one"] == 3 * frozen
+
+
+def test_who_writes_to_the_base_is_refused_and_nothing_of_it_is_saved(run_study):
+    report = run_study(recipe(optimizer=shrinking), SPACE, epochs=2, fuse=3)
+
+    for trial in report.trials:
+        assert trial.state == "FAILED"
+        assert (
+            "'0.base.weight' is frozen, and the trials of its array have it in memory once"
+            in trial.error_line
+        )
+
+
+def test_in_shards_there_is_no_such_array(tmp_path):
+    study = shoal.Study("it", recipe(), space=SPACE, epochs=1, directory=tmp_path)
+    plan = study.plan(
+        hardware=shoal.Hardware.virtual(devices=1, memory="64MiB"),
+        technique=shoal.Spilled(shards=2),
+        fuse=3,
+    )
+    assert not any(job.array for job in plan.jobs)
+    assert "arrays in shards have a row of them for each trial" in str(plan)

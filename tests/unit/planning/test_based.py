@@ -1,0 +1,46 @@
+"""Which trials share a base: those that were built with the same bits, whoever comes when."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.fusion.match import Signature
+from shoal.planning.based import base_in, based, with_base, without_base
+
+ONE, OTHER = Signature((("model", "a"),)), Signature((("model", "b"),))
+
+
+def bases_of(found):
+    return {trial: base_in(signature) for trial, signature in found.items()}
+
+
+def test_several_trials_with_the_same_bits_share_them_and_a_single_one_has_its_own():
+    found = based(dict.fromkeys(range(4), ONE), {0: "x", 1: "y", 2: "x", 3: ""}, {})
+    assert bases_of(found) == {0: "x", 1: "", 2: "x", 3: ""}
+    assert found[0] == found[2] != found[1] == found[3] == ONE
+
+
+def test_trials_of_two_shapes_share_none():
+    found = based({0: ONE, 1: OTHER}, {0: "x", 1: "x"}, {})
+    assert bases_of(found) == {0: "", 1: ""}
+
+
+def test_who_was_planned_before_keeps_what_he_had_and_who_comes_later_joins():
+    facts = dict.fromkeys(range(3), ONE)
+    found = based(facts, dict.fromkeys(range(3), "x"), {0: "", 1: "x"})
+    assert bases_of(found) == {0: "", 1: "x", 2: "x"}
+    alone = based({7: ONE}, {7: "x"}, {}, [with_base(ONE, "x")])
+    assert bases_of(alone) == {7: "x"}
+    without = based({7: ONE}, {7: "x"}, {0: ""})
+    assert bases_of(without) == {7: ""}
+
+
+@given(st.dictionaries(st.integers(0, 9), st.sampled_from(["", "x", "y"])))
+def test_a_base_is_shared_by_two_at_least_and_taken_off_again(bases):
+    facts = dict.fromkeys(bases, ONE)
+    found = based(facts, bases, {})
+    for trial, signature in found.items():
+        mine = base_in(signature)
+        assert mine in ("", bases[trial])
+        assert not mine or sum(one == signature for one in found.values()) > 1
+        assert without_base(signature) == ONE
+    assert based(facts, bases, bases_of(found)) == found
