@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+
+import fusing
 import pytest
 import squads
 import torch
@@ -11,10 +14,15 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
 from shoal.core.event import PeakMeasured
+from shoal.fusion import Member, dry_run
+from shoal.fusion.array import Array
+from shoal.fusion.likeness import copies
 from shoal.observe import read_outline
 from shoal.observe.snapshot import Snapshot
 from shoal.plain import array_loop
 from shoal.planning.based import BASE
+from shoal.recipe import HyperParameters, build_model, read_data
+from shoal.rng import capture_rng, seed_all
 from shoal.testing import assert_same
 from shoal.verify.record import read_losses
 
@@ -118,10 +126,72 @@ def test_each_trial_is_its_slot_alone_and_near_the_plain_loop(changes, fuse, run
     assert all(peak.peak_bytes <= peak.predicted_bytes for peak in heard.of(PeakMeasured))
 
 
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", fusing.MODELS)
+def test_a_frozen_backbone_of_any_architecture_is_there_once(name):
+    """One step is the step alone, and no part of it runs slot by slot for that."""
+    recipe, hps = fusing.recipe(name, clip_grad_norm=None), fusing.hps(name)
+    members, batches, base = [], [], None
+    for seed, values in enumerate(hps):
+        hp = HyperParameters(values)
+        seed_all(seed)
+        module = build_model(recipe, hp)
+        base = base or copy.deepcopy(module.state_dict())
+        module.load_state_dict(base)
+        named = dict(module.named_parameters())
+        for parameter in list(named.values())[:-2]:
+            parameter.requires_grad_(False)
+        optimizer = fusing.optimizer([(n, p) for n, p in named.items() if p.requires_grad], hp)
+        rng = capture_rng(torch.device("cpu"))
+        members.append(
+            Member(
+                recipe=recipe, hp=hp, module=module, optimizer=optimizer, schedule=None, rng=rng
+            )
+        )
+        batches.append(next(iter(read_data(recipe, hp)[0])))
+
+    assert dry_run(members, batches, one_base=True) == ""
+    notes = {}
+    for one_base in (False, True):
+        array = Array(copies(members), one_base=one_base)
+        array.step(batches)
+        notes[one_base] = list(array.notes)
+    assert notes[True] == notes[False]
+
+
 def test_it_is_verified(run_study):
     of = recipe(clip_grad_norm=0.5)
 
     report = run_study(of, SPACE, epochs=2, fuse=3, checkpoint_every=0)
+    squads.assert_verified(report, of)
+
+
+@pytest.mark.full
+def test_compiled_code_has_it_once_too(run_study):
+    of = recipe(clip_grad_norm=0.5)
+    report = run_study(of, shoal.grid(lr=[1e-2, 1e-3], drop=[0.1]), epochs=2, fuse="2-compiled")
+    assert {key["array_weights"] for key in keys(report)} == {"frozen ones once"}
+    assert set(squads.kinds(report)) == {"compiled"}
+    squads.assert_near(report.trials, of, 1e-9, epochs=2)
+    squads.assert_verified(report, of)
+
+
+def test_a_population_goes_on_over_one_base(tmp_path, warm_workers):
+    of = recipe()
+    study = shoal.Study(
+        "population",
+        of,
+        space={"lr": shoal.log_uniform(1e-4, 1e-2), "drop": shoal.choice(0.1)},
+        trials=4,
+        epochs=4,
+        pruner=shoal.PBT(quantile=0.5, vary=("lr",)),
+        directory=tmp_path,
+    )
+    hardware = shoal.Hardware.virtual(devices=1, memory="64MiB")
+    report = study.run(hardware=hardware, workers=warm_workers, progress=False, fuse=2)
+    assert [trial.error for trial in report.trials] == [""] * 4
+    assert {key["array_weights"] for key in keys(report)} == {"frozen ones once"}
+    assert any(trial.inherited for trial in report.trials)
     squads.assert_verified(report, of)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -92,7 +93,7 @@ def dry_run(
             del found, evaluated  # the room they take
         except Declined as error:  # maybe at what a hidden number is instead
             words = str(error)
-        return (hidden_number(spare, exact[1], where, losses) if spare else "") or words
+        return (hidden_number(spare, exact[1], where, losses, one_base) if spare else "") or words
     except Declined as error:
         return str(error)
 
@@ -139,6 +140,7 @@ def difference(
     batches: Sequence[Any],
     device: torch.device,
     backend: ArrayBackend | None,
+    one_base: bool = False,
 ) -> str:
     """One step of these trials as an array beside one of each alone; the first difference.
 
@@ -147,7 +149,8 @@ def difference(
     Raises:
         Declined: they cannot be run as an array at all.
     """
-    return _unlike_alone(_passed(members, batches, device, backend), members, batches, device)
+    found = _passed(members, batches, device, backend, one_base)
+    return _unlike_alone(found, members, batches, device)
 
 
 def _passed(
@@ -274,7 +277,11 @@ STANDING = (1e3, -1e3)
 
 
 def hidden_number(
-    members: Sequence[Member], batches: Sequence[Any], device: torch.device, losses: Tensor
+    members: Sequence[Member],
+    batches: Sequence[Any],
+    device: torch.device,
+    losses: Tensor,
+    one_base: bool = False,
 ) -> str:
     """Whether the model's code reads a number that differs by slot as one, and hides that.
 
@@ -282,10 +289,11 @@ def hidden_number(
     So it stands for other numbers here, of which an array's losses must not know: they are those
     of the step in which it was NaN.
     """
-    seen = (_losses_with(value, members, batches, device) for value in STANDING)
+    with_number = partial(_losses_with, members, batches, device, one_base)
+    seen = map(with_number, STANDING)
     if all(torch.equal(losses, others) for others in seen):
         return ""
-    if not torch.equal(losses, _losses_with(math.nan, members, batches, device)):
+    if not torch.equal(losses, with_number(math.nan)):
         return (
             "the same step came to other losses when it was done again: the code reads something "
             "that no seed decides, such as a clock or a counter."
@@ -297,12 +305,16 @@ def hidden_number(
 
 
 def _losses_with(
-    value: float, members: Sequence[Member], batches: Sequence[Any], device: torch.device
+    members: Sequence[Member],
+    batches: Sequence[Any],
+    device: torch.device,
+    one_base: bool,
+    value: float,
 ) -> Tensor:
     """The losses of one step in which hidden numbers are this one."""
     with standing_for(value):
         try:
-            found = _passed(members, batches, device)
+            found = _passed(members, batches, device, one_base=one_base)
             return _losses(len(members), found, found.evaluated())
         except Declined:  # what math says of a number that no trial has
             return _losses(len(members), None, None)

@@ -225,7 +225,7 @@ class StackedBackend:
     def _pass(
         self, crew: Crew, batches: Sequence[Any], active: Sequence[bool]
     ) -> tuple[Tensor, Sequence[Any]]:
-        blocks = {**crew.stacked.parameters, **crew.stacked.buffers}
+        blocks = {**crew.stacked.given, **crew.stacked.buffers}
         with entered(crew.width) as level:
             slots = Slots(level, crew.streams, active, self._outside(crew))
             batch = combined(batches, level.slotted)
@@ -240,14 +240,14 @@ class StackedBackend:
     def _code(
         self, crew: Crew, slots: Slots, blocks: Mapping[str, Tensor], batch: Any
     ) -> tuple[Any, Tensor]:
-        """Run the model's code on ``blocks``, its stacked tensors by name: output and losses [N].
+        """Run the model's code on ``blocks``, as of ``Stacked.given``: output and losses [N].
 
         Buffers that it makes anew are copied into their blocks.
         """
         template, level = self._current(crew), slots.level
         recipe = template.recipe
-        within = crew.stacked.within
-        tensors = {name: within(name, b, level.slotted) for name, b in blocks.items()}
+        base = crew.stacked.base
+        tensors = {n: b if n in base else level.slotted(b) for n, b in blocks.items()}
         with (
             template.running(slots, crew.stacked, tensors) as replaced,
             SlotMode(slots, own_factories=self._known_of(crew).own_factories),

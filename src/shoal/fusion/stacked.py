@@ -7,7 +7,7 @@ parameter objects stay the same, so that optimizers and schedules never notice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ class Stacked:
     gradients are stacked too. They are on ``device``, or where the modules are.
 
     With ``one_base`` the weights that are frozen are there once: all rows of such a block are the
-    same memory, and in a pass it is a tensor that no slot has for itself (``within``). So a
+    same memory, and in a pass it is a tensor that no slot has for itself (``given``). So a
     product with it is one of all slots' rows. Who has other bits there cannot be taken.
     """
 
@@ -57,9 +57,10 @@ class Stacked:
         own[0].copy_(one)
         return own[0].expand(width, *one.shape)
 
-    def within(self, name: str, block: Tensor, slotted: Callable[[Tensor], Tensor]) -> Tensor:
-        """What a pass has of a block: a value per slot, or the one that all have."""
-        return block[0] if name in self.base else slotted(block)
+    @property
+    def given(self) -> dict[str, Tensor]:
+        """What a pass runs on by name: blocks [N, ...], and of the base a tensor for all slots."""
+        return {n: block[0] if n in self.base else block for n, block in self.parameters.items()}
 
     def part(self, parameters: Mapping[str, str], buffers: Mapping[str, str]) -> Stacked:
         """Some of the tensors, under other names: theirs there -> theirs here."""

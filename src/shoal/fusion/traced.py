@@ -204,7 +204,7 @@ class TracedBackend(StackedBackend):
         crew.streams.begin(active)  # also without masks: from here it is undone
         weights = None if scale is None else self._weights_of(crew, active, scale)
         return Inputs(
-            crew.stacked.parameters,
+            crew.stacked.given,
             crew.stacked.buffers,
             stacked_leaves(filled(batches, active)),
             [draw(crew.streams, mask) for mask in masks],

@@ -267,7 +267,7 @@ class ArrayBench:
     def _differs(self, width: int, backend: ArrayBackend) -> str:
         """How a step of compiled code differs from the trials'; on a CPU, which alone compiles."""
         members, batches = self._crowd.members[:width], self._crowd.first_batches(width)
-        return difference(copies(members), batches, self._where, backend)
+        return difference(copies(members), batches, self._where, backend, self._crowd.one_base)
 
     def _array(self, members: Sequence[Member], backend: ArrayBackend) -> Array:
         """An array on the device, of trials in host memory that become its rows."""
