@@ -133,10 +133,11 @@ class Stacked:
                     child._buffers[key] = rows.get(id(held), held)
 
     def let_go(self, module: nn.Module) -> None:
-        """Give a module tensors of its own again, with the same bits."""
+        """Give a module tensors of its own again, with the same bits; but the base, as it was."""
         with torch.no_grad():
-            for parameter in module.parameters():
-                parameter.data = parameter.detach().clone()
+            for name, parameter in module.named_parameters():
+                if name not in self.base:
+                    parameter.data = parameter.detach().clone()
                 parameter.grad = None
             own = {id(buffer): buffer.detach().clone() for buffer in module.buffers()}
         for child in module.modules():

@@ -41,7 +41,7 @@ def based(
     facts: Mapping[int, Signature],
     bases: Mapping[int, str],
     on_record: Mapping[int, str],
-    known: Iterable[Signature] = (),
+    known: Iterable[str] = (),
 ) -> dict[int, Signature]:
     """The trials' facts, with their base where several have the same.
 
@@ -49,9 +49,9 @@ def based(
         facts: By trial, without bases.
         bases: What tells the bits of a trial's base; "" where it has none, or none is to be one.
         on_record: The same of those that were planned before, which keep theirs; "" of none.
-        known: Signatures of shapes that were planned.
+        known: Bases that trials of the study shared before, whether or not any of them is here.
     """
-    there = {base_in(signature) for signature in known} | set(on_record.values())
+    there = {*known, *on_record.values()}
     fresh = Counter(
         (signature, bases.get(trial, ""))
         for trial, signature in facts.items()

@@ -150,7 +150,9 @@ class Fusing:
         planned = [without_base(shape) for shape in self._shapes]
         found = alike(facts, kinds, on_record, [*planned, *there])
         had = {trial: str(before[trial].get(BASE, "")) for trial in on_record}
-        return based(found, bases, had, self._shapes)
+        return based(
+            found, bases, had, (str(k[BASE]) for k in self._recorded.values() if BASE in k)
+        )
 
     def places(
         self,

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.fusion.match import Signature
-from shoal.planning.based import base_in, based, with_base, without_base
+from shoal.planning.based import base_in, based, without_base
 
 ONE, OTHER = Signature((("model", "a"),)), Signature((("model", "b"),))
 
@@ -28,7 +28,7 @@ def test_who_was_planned_before_keeps_what_he_had_and_who_comes_later_joins():
     facts = dict.fromkeys(range(3), ONE)
     found = based(facts, dict.fromkeys(range(3), "x"), {0: "", 1: "x"})
     assert bases_of(found) == {0: "", 1: "x", 2: "x"}
-    alone = based({7: ONE}, {7: "x"}, {}, [with_base(ONE, "x")])
+    alone = based({7: ONE}, {7: "x"}, {}, ["x"])
     assert bases_of(alone) == {7: "x"}
     without = based({7: ONE}, {7: "x"}, {0: ""})
     assert bases_of(without) == {7: ""}
