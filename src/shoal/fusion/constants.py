@@ -9,13 +9,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from shoal.fusion.blend import HIDDEN
-from shoal.fusion.signature import DEEPEST, NUMBERS
+from shoal.fusion.signature import DEEPEST, is_number, named_items
 from shoal.recipe import Recipe
 
 RATES: dict[type[nn.Module], str] = {
@@ -43,22 +43,23 @@ def constants_of(recipe: Recipe, module: nn.Module, *, rates: bool = False) -> s
 def _words(name: str, value: Any, rate: str | None) -> str:
     if name == rate and isinstance(value, int | float):
         return "drops" if value else "keeps"
-    if name in NUMBERS and type(value) is int:
-        value = float(value)
-    return " ".join(_floats(value))
+    return " ".join(_floats(value, name=name))
 
 
-def _floats(value: Any, depth: int = 0) -> Iterator[str]:
-    """Every float inside, in order."""
-    if isinstance(value, float):
-        yield repr(value)
+def _floats(value: Any, depth: int = 0, name: object = "") -> Iterator[str]:
+    """Every float inside, in order; ``name`` is what the value is called, if it has a name."""
+    if isinstance(value, float) or is_number(name, value):
+        yield repr(float(value))
         return
     if depth > DEEPEST or isinstance(value, Tensor | type | types.ModuleType | str | bytes):
         return
+    if (settings := _settings(value)) is not None:
+        of_all = name if isinstance(value, dict) else ""
+        for _, called, item in named_items(of_all, settings):
+            yield from _floats(item, depth + 1, called)
+        return
     inside: list[Any] = []
-    if isinstance(value, dict):
-        inside = list(value.values())
-    elif isinstance(value, list | tuple):
+    if isinstance(value, list | tuple):
         inside = list(value)
     elif isinstance(value, functools.partial):
         inside = [value.func, value.args, value.keywords]
@@ -67,9 +68,16 @@ def _floats(value: Any, depth: int = 0) -> Iterator[str]:
     elif isinstance(value, types.FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or ()]
         inside = [cells, value.__defaults__, value.__kwdefaults__]
-    elif isinstance(value, nn.Module):  # beside the model, such as a loss
-        inside = [item for name, item in vars(value).items() if name not in HIDDEN]
-    elif hasattr(value, "__dict__"):
-        inside = list(vars(value).values())
     for item in inside:
         yield from _floats(item, depth + 1)
+
+
+def _settings(value: Any) -> Mapping[Any, Any] | None:
+    """What a dict, a module beside the model (a loss) or a plain object holds, by name."""
+    if isinstance(value, dict):
+        return value
+    if isinstance(value, nn.Module):
+        return {name: item for name, item in vars(value).items() if name not in HIDDEN}
+    if isinstance(value, list | tuple | functools.partial | types.MethodType | types.FunctionType):
+        return None
+    return vars(value) if hasattr(value, "__dict__") else None

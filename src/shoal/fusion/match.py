@@ -6,6 +6,7 @@ file decides without torch and two machines can compare theirs.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from shoal.core.spec import Scalar, TrialSpec
 from shoal.core.units import counted
 
 LONG, BEFORE = 160, 40  # characters: of a fact that is told in full, and before a difference
+_NAMED = re.compile(r"'[^']*': ")  # of a setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,9 @@ def _where_they_differ(one: str, other: str) -> tuple[str, str]:
     if max(len(one), len(other)) <= LONG:
         return one, other
     unlike = (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
-    begin = max(0, next(unlike, min(len(one), len(other))) - BEFORE)
+    at = next(unlike, min(len(one), len(other)))
+    names = [found.start() for found in _NAMED.finditer(one[:at])]
+    begin = names[-1] if names and at - names[-1] <= LONG else max(0, at - BEFORE)
     return _excerpt(one, begin), _excerpt(other, begin)
 
 

@@ -34,7 +34,27 @@ NUMBERS = {  # settings that are floats by nature, where a user may well have wr
     "momentum",
     "negative_slope",
     "label_smoothing",
+    "alpha",
+    "lora_alpha",
+    "scaling",
+    "temperature",
 }
+
+
+def is_number(name: object, value: object) -> bool:
+    """Whether an int is a float that was written as one."""
+    return type(value) is int and name in NUMBERS
+
+
+def named_items(name: object, values: Mapping[Any, Any]) -> Iterator[tuple[Any, Any, Any]]:
+    """A dict's keys, what its items are called, and they; without a ``name`` none has one.
+
+    Where all are numbers the dict's name is that of each: peft has ``{"default": 16}`` for one.
+    """
+    of_all = name if all(type(item) in (int, float) for item in values.values()) else ""
+    for key, item in values.items():
+        is_known = isinstance(key, str) and key in NUMBERS
+        yield key, None if name is None else key if is_known else of_all, item
 
 
 def signature_of(
@@ -93,9 +113,7 @@ def _module_facts(module: nn.Module) -> Iterator[tuple[str, str]]:
 def _setting(name: str, value: Any) -> str:
     if name.endswith("_hooks"):  # by numbers that the process gives out
         return described(list(value.values()))
-    if name in NUMBERS and type(value) is int:
-        return "a float"
-    return described(value)
+    return described(value, name=name)
 
 
 def _tensor_facts(module: nn.Module) -> Iterator[tuple[str, str]]:
@@ -130,9 +148,12 @@ def _class(value: object) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-def described(value: Any, depth: int = 0) -> str:
-    """A value in words that two processes agree on: no address, no float."""
-    if isinstance(value, float):
+def described(value: Any, depth: int = 0, name: object = None) -> str:
+    """A value in words that two processes agree on: no address, no float.
+
+    ``name``: of a module's setting, in which an int may stand for a float; else None.
+    """
+    if isinstance(value, float) or is_number(name, value):
         return "a float"
     if value is None or isinstance(value, bool | int | complex | str | bytes | range):
         return repr(value)
@@ -148,12 +169,15 @@ def described(value: Any, depth: int = 0) -> str:
     if isinstance(value, types.FunctionType | types.MethodType | functools.partial):
         return _code(value, inside)
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key!r}: {inside(item)}" for key, item in value.items()) + "}"
+        items = [f"{key!r}: {inside(one, name=of)}" for key, of, one in named_items(name, value)]
+        return "{" + ", ".join(items) + "}"
     if isinstance(value, tuple | list):
         return f"{type(value).__name__}({', '.join(inside(item) for item in value)})"
     if isinstance(value, set | frozenset):
         return f"{type(value).__name__}({', '.join(sorted(inside(item) for item in value))})"
-    return f"{_class(value)}({inside(vars(value)) if type(value).__dictoffset__ else ''})"
+    if not type(value).__dictoffset__:
+        return f"{_class(value)}()"
+    return f"{_class(value)}({inside(vars(value), name=None if name is None else '')})"
 
 
 def _code(value: Any, inside: Any) -> str:

@@ -8,6 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from shoal.fusion import first_difference, signature_of, told_apart
+from shoal.fusion.constants import constants_of
+from shoal.fusion.signature import described
 from shoal.recipe import Recipe
 from shoal.wholeset import WholeSet
 
@@ -164,3 +166,35 @@ def test_every_fact_has_a_subject_of_its_own():
     assert difference(
         signature(net(), metrics={"hits": whole}), signature(net(5), metrics={"hits": whole})
     ).startswith("'out_features' of module '0'")
+
+
+class Settings:
+    """As peft's configuration."""
+
+    def __init__(self, alpha, rank):
+        self.lora_alpha, self.rank, self.names = alpha, rank, {"lora_alpha": "scale"}
+
+
+def adapted(alpha, rank=2):
+    module = nn.Linear(3, 2)
+    module.settings = {"default": Settings(alpha, rank)}
+    module.lora_alpha, module.ranks = {"default": alpha}, {"default": rank}
+    return module
+
+
+def test_an_int_that_is_a_float_by_nature_may_differ_in_dicts_and_objects_too():
+    assert difference(signature(adapted(8)), signature(adapted(16))) == ""
+    assert difference(signature(adapted(8)), signature(adapted(16.5))) == ""
+    assert "'rank': 2" in difference(signature(adapted(8, 2)), signature(adapted(8, 4)))
+
+
+def test_a_compiled_array_is_of_trials_whose_ints_are_the_same_constants():
+    recipe = Recipe(model=adapted, data=data, loss=plain_loss)
+    found = [constants_of(recipe, adapted(alpha)) for alpha in (8, 16, 8.0)]
+    assert found[0] != found[1]
+    assert found[0] == found[2]
+
+
+def test_what_tells_two_moments_apart_tells_every_int():
+    assert described({"lora_alpha": 8}) != described({"lora_alpha": 16})
+    assert described(Settings(8, 2)) != described(Settings(16, 2))
