@@ -5,7 +5,8 @@ The device loop says whose code its thread runs. A thread that was started belon
 to the trial that was running where it was started: a lane's host thread to its lane's
 trial, a user's thread to the user's trial. A thread that Python did not start (autograd's
 on a GPU) counts as the device loop's. A forked process, such as a DataLoader's worker,
-keeps what it was born with. What is printed while no trial runs goes where it always went.
+keeps what it was born with. What is printed while no trial runs, which is when a study is
+described and measured, goes where it always went, each line once (``shownonce.py``).
 
 Caught are Python's own streams, and with them warnings and the logging handlers that write
 to them. What C code or a spawned process writes to descriptors 1 and 2 is not.
@@ -25,6 +26,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from shoal.runtime.shownonce import ShownOnce
 from shoal.runtime.triallog import Stamp, TrialLog
 
 MAX_BYTES = 16 * 2**20
@@ -61,6 +63,7 @@ class TrialOutput:
         self._start_marked: Starter | None = None
         self._show_below: Callable[..., None] | None = None
         self._shown_warnings: set[tuple[object, ...]] = set()
+        self._once = ShownOnce()
         self._forget_all()
 
     def install(self, study_directory: str | os.PathLike[str]) -> None:
@@ -69,6 +72,7 @@ class TrialOutput:
         Call it in the device loop's thread, before the recipe is imported.
         """
         self._study, self._serial = Path(study_directory), self._serial + 1
+        self._once = ShownOnce()
         self._home, self._current = threading.get_ident(), None
         for name in ("stdout", "stderr"):
             stream = self._streams.setdefault(name, _Stream(self))
@@ -99,6 +103,9 @@ class TrialOutput:
         self._forget_all(dropped)
         self._current = self._study = None
         for name, stream in self._streams.items():
+            for thread, held_by in self._once.waiting():
+                if held_by == id(stream):
+                    stream.write_below(self._once.held((thread, held_by)))
             if getattr(sys, name) is stream:
                 setattr(sys, name, stream.below)
         for handler, stream_before in self._handlers:
@@ -173,16 +180,28 @@ class TrialOutput:
         """Take what was written to a stream: to the trial's log, or to the stream below."""
         self.taken += 1
         trial = self.whose() if self._study is not None else None
-        if trial is None:
-            stream.write_below(text)
-            return
         if os.getpid() != self._pid:  # a forked child: its parent may have held the lock
             self._forget_all()
+        if trial is None:
+            stream.write_below(self._new_of(stream, text))
+            return
         try:
             with self._lock:
                 self._split((trial, threading.get_ident(), id(stream)), text)
         except Exception:
             self._dropped += 1
+
+    def _new_of(self, stream: _Stream, text: str) -> str:
+        if self._study is None:
+            return text
+        with self._lock:
+            return self._once.passed((threading.get_ident(), id(stream)), text)
+
+    def show_held(self, stream: _Stream) -> None:
+        """Write what the calling thread has begun of a line, as whoever flushes wants."""
+        with self._lock:
+            held = self._once.held((threading.get_ident(), id(stream)))
+        stream.write_below(held)
 
     def _split(self, key: tuple[int, int, int], text: str) -> None:
         """Keep a line until it is whole, so that lines of two threads never mix."""
@@ -234,10 +253,11 @@ class _Stream(io.TextIOBase):
         return len(text)
 
     def write_below(self, text: str) -> None:
-        if self.below is not None:
+        if text and self.below is not None:
             self.below.write(text)
 
     def flush(self) -> None:
+        self._output.show_held(self)
         if self.below is not None:
             self.below.flush()
 

@@ -60,6 +60,30 @@ def test_what_a_trial_prints_is_in_its_log_and_not_on_the_terminal(tmp_path: Pat
         assert terminal.getvalue() == "the worker's own\n"
 
 
+def test_what_a_plan_prints_again_is_shown_once_and_is_in_every_log(tmp_path: Path) -> None:
+    with Worker(tmp_path) as (output, terminal):
+        for trial in (None, None, 0, 1, None):
+            output.set(trial)
+            print("LOAD REPORT", file=sys.stderr)
+        print("begun", end="")
+        assert "begun" not in terminal.getvalue()
+        sys.stdout.flush()
+        assert terminal.getvalue() == "LOAD REPORT\nbegun"
+        print("; and not ended", end="")
+        print("held", end="", file=sys.stderr)
+
+        assert _lines(tmp_path, 0) == _lines(tmp_path, 1) == ["LOAD REPORT"]
+    assert terminal.getvalue() == "LOAD REPORT\nbegun; and not endedheld"
+
+
+def test_the_next_study_of_a_worker_shows_its_lines_again(tmp_path: Path) -> None:
+    output = TrialOutput()
+    for study in ("one", "two"):
+        with Worker(tmp_path / study, output) as (_, terminal):
+            print("LOAD REPORT")
+            assert terminal.getvalue() == "LOAD REPORT\n"
+
+
 def test_each_line_begins_with_its_time(tmp_path: Path) -> None:
     clock = ManualClock(1_700_000_000.9)
     with Worker(tmp_path, TrialOutput(clock=clock.now)) as (output, _):
