@@ -13,8 +13,10 @@ out: there all lines are, each time.
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable
 from dataclasses import dataclass
+
+Writer = tuple[int, int]
+"""A thread, and a stream that it writes to."""
 
 MOST_REMEMBERED = 10_000  # lines; later ones are all shown
 _MAX_LINE = 2**16  # characters; a longer one is shown in pieces
@@ -31,19 +33,19 @@ class _Line:
 
 
 class ShownOnce:
-    """Decides what of a text is written; ``where`` is the writer's, a thread and a stream."""
+    """Decides what of a text is written; ``where`` says by whom it is written."""
 
     def __init__(self) -> None:
         self._seen = set[int]()
-        self._lines: dict[Hashable, _Line] = {}
+        self._lines: dict[Writer, _Line] = {}
 
-    def passed(self, where: Hashable, text: str) -> str:
+    def passed(self, where: Writer, text: str) -> str:
         """What of ``text`` is to be written now."""
         *whole, rest = text.split("\n")
         pieces = [f"{line}\n" for line in whole] + [rest] * bool(rest)
         return "".join(self._piece(where, piece) for piece in pieces)
 
-    def held(self, where: Hashable) -> str:
+    def held(self, where: Writer) -> str:
         """The beginning of a line that waits for its end, to be written now."""
         line = self._lines.get(where)
         if line is None or line.goes is not None:
@@ -51,11 +53,11 @@ class ShownOnce:
         line.goes = True
         return line.text
 
-    def waiting(self) -> list[Hashable]:
+    def waiting(self) -> list[Writer]:
         """Whose lines have not ended."""
         return list(self._lines)
 
-    def _piece(self, where: Hashable, piece: str) -> str:
+    def _piece(self, where: Writer, piece: str) -> str:
         line = self._lines.setdefault(where, _Line())
         has_ended = piece.endswith("\n")
         if line.goes is None:

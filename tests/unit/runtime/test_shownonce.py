@@ -6,12 +6,13 @@ import pytest
 
 from shoal.runtime.shownonce import MOST_REMEMBERED, ShownOnce
 
+OUT, ERRORS = (1, 1), (1, 2)
 REPORT = "LOAD REPORT of base\nclassifier.weight | MISSING\n\nNotes:\n"
 
 
 def shown(*texts: str) -> str:
     once = ShownOnce()
-    return "".join(once.passed("stderr", text) for text in texts)
+    return "".join(once.passed(ERRORS, text) for text in texts)
 
 
 def bar(what: str, total: int, rate: float) -> list[str]:
@@ -39,7 +40,7 @@ def test_a_progress_bar_moves_the_first_time_whatever_its_rate_is_the_second(wha
 
 def test_progress_bars_of_other_things_are_shown() -> None:
     bars = [bar("weights: ", 71, 3.0), bar("shards: ", 71, 3.0), bar("weights: ", 72, 3.0)]
-    assert shown(*(state for one in bars for state in one)) == "".join(sum(bars, []))
+    assert shown(*(state for one in bars for state in one)) == "".join(map("".join, bars))
 
 
 def test_a_line_over_which_others_are_written_is_known_without_its_numbers() -> None:
@@ -55,25 +56,25 @@ def test_a_line_in_parts_waits_for_its_end_and_is_known_again() -> None:
 def test_what_is_flushed_before_its_end_is_shown_as_it_comes() -> None:
     once = ShownOnce()
     for _ in range(2):
-        assert once.passed("stderr", "wait") == ""
-        assert once.held("stderr") == "wait"
-        assert once.held("stderr") == ""
-        assert once.passed("stderr", " done\n") == " done\n"
-    once.passed("stderr", "and now")
-    assert once.waiting() == ["stderr"]
+        assert once.passed(ERRORS, "wait") == ""
+        assert once.held(ERRORS) == "wait"
+        assert once.held(ERRORS) == ""
+        assert once.passed(ERRORS, " done\n") == " done\n"
+    once.passed(ERRORS, "and now")
+    assert once.waiting() == [ERRORS]
 
 
 def test_writers_do_not_mix() -> None:
     once = ShownOnce()
-    assert once.passed("stdout", "a") + once.passed("stderr", "b") == ""
-    assert once.passed("stdout", "\n") == "a\n"
-    assert once.passed("stderr", "\n") == "b\n"
+    assert once.passed(OUT, "a") + once.passed(ERRORS, "b") == ""
+    assert once.passed(OUT, "\n") == "a\n"
+    assert once.passed(ERRORS, "\n") == "b\n"
 
 
 def test_more_lines_than_are_remembered_are_shown_each_time() -> None:
     once = ShownOnce()
     for number in range(MOST_REMEMBERED):
-        once.passed("stderr", f"{number}\n")
-    assert once.passed("stderr", "one more\n") == "one more\n"
-    assert once.passed("stderr", "one more\n") == "one more\n"
-    assert once.passed("stderr", "7\n") == ""
+        once.passed(ERRORS, f"{number}\n")
+    assert once.passed(ERRORS, "one more\n") == "one more\n"
+    assert once.passed(ERRORS, "one more\n") == "one more\n"
+    assert once.passed(ERRORS, "7\n") == ""
