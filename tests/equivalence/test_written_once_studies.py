@@ -156,6 +156,34 @@ def test_in_arrays_too(run):
     assert len(inodes(report)) == 2
 
 
+class Replaced(nn.Linear):
+    """As peft replaces a head: what was there stays, frozen, and is drawn anew in each trial."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.before = nn.Linear(*sizes).requires_grad_(False)
+
+
+def replaced(hp):
+    return model(hp).append(Replaced(3, 3))
+
+
+@pytest.mark.parametrize("options", [{}, {"technique": shoal.Spilled(shards=2)}])
+def test_a_base_of_which_each_trial_has_a_little_of_its_own_is_shared_but_for_that(options, run):
+    recipe = shoal.Recipe(model=replaced, data=data, loss=loss)
+    space = shoal.grid(lr=[1e-3, 3e-3, 1e-2, 3e-2, 1e-1])
+    report = run(of=recipe, study={"space": space}, **options)
+    assert_alone(report, recipe)
+    assert len(inodes(report)) <= 4  # the first trial met no other one, and has two of its own
+    for trial in report.trials[1:]:
+        for generation in saved(report, trial.number):
+            names = generation.manifest.files[APART].tensors.keys()
+            assert "2.weight" in names
+            assert "7.before.weight" not in names
+    written = [e.bytes for e in read_events(report.directory) if isinstance(e, CheckpointWritten)]
+    assert sum(size > BASE_BYTES for size in written) <= 4
+
+
 @pytest.mark.parametrize("keep", [1, 2])
 def test_where_the_weights_of_finished_trials_are_kept(keep, run):
     report = run(study={"keep_finished": "weights", "keep": keep})

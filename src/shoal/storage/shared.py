@@ -9,6 +9,11 @@ tensors are the same.
     trials/0000   step 10  A    step 20  B    step 30  A
     trials/0001   step 10  A    step 20  B
 
+[Note: what is nearly the same]
+peft keeps a copy of the classifier that it replaces, which is drawn anew in each trial and frozen:
+a few KiB of a base that is the same in all. Trials whose tensors differ in less than an eighth
+share a file of those that they have in common, and the rest is not in it.
+
 [Note: whole or not]
 A second name reads nothing, so a file that was damaged would be handed on. Before a process gives
 one another name it has written it itself, or read it and compared every digest; afterwards it
@@ -22,6 +27,7 @@ import os
 import stat
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +42,8 @@ from shoal.storage.tensors import FileRecord, TensorFile, header_of
 Row = tuple[str, str, Sequence[int], Any]
 LEAST_SHARED_BYTES = 1 << 20
 """Less than that is not worth a file."""
+NEARLY = 7 / 8
+"""Of a trial's tensors so much, in bytes, is in a file that has a part of them."""
 PATIENCE_S = 120.0
 """For so long a process waits while another one writes what may be the same."""
 
@@ -82,11 +90,13 @@ class Shared:
 
     Args:
         name: Of the file, in every generation.
+        least: Bytes; a part of the tensors is not worth a file of less.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, least: int = LEAST_SHARED_BYTES) -> None:
+        self.name, self._least = name, least
         self._likes: dict[File, str] = {}  # of the files that were come across
+        self._digests: dict[File, Mapping[str, str]] = {}  # of the same
         self._whole: set[File] = set()  # those that were written or read here
 
     def put(
@@ -96,8 +106,11 @@ class Shared:
         rows: Collection[Row],
         digests: Mapping[str, str],
         until_committed: ExitStack,
-    ) -> None:
+    ) -> set[str]:
         """Have a file of ``rows`` in ``draft``, by a second name where there is one.
+
+        Returns the names of those that are in it: all, or nearly all where other trials have
+        those and not the rest.
 
         Args:
             place: The trial's generations; those of other trials lie beside it.
@@ -115,8 +128,46 @@ class Shared:
             until_committed.enter_context(turn(place.directory.parent, PATIENCE_S))
             beside = (f for f in self._beside(place) if self._likes[f[0]] == like)
             given = self._link(draft, beside, passed)
+            if given is SecondName.NOT_THIS:
+                return self._put_part(draft, place, rows, digests, passed)
         if given is not SecondName.GIVEN:
             self._note(draft.path(self.name), draft.tensors(self.name, rows))
+        return set(digests)
+
+    def _put_part(
+        self,
+        draft: Draft,
+        place: Generations,
+        rows: Collection[Row],
+        digests: Mapping[str, str],
+        passed: set[File],
+    ) -> set[str]:
+        """Link a file of nearly all, or write what is in common with another trial's; else all."""
+        own = [*self._of(place)]
+        passed |= {file for file, _ in own[:1] if place.keep > 1}
+        parts = {frozenset(digests): list(rows)}
+        for file, generation in chain(own, self._beside(place)):
+            common = self._in_common(file, rows, digests)
+            of_these = parts.setdefault(common, [one for one in rows if one[0] in common])
+            like = likeness(header_of(of_these), {name: digests[name] for name in common})
+            if (
+                self._likes[file] == like
+                and self._link(draft, [(file, generation)], passed) is SecondName.GIVEN
+            ):
+                return set(common)
+        least = min(parts, key=len)  # what trials have in common: those that come find it
+        self._note(draft.path(self.name), draft.tensors(self.name, parts[least]))
+        return set(least)
+
+    def _in_common(
+        self, file: File, rows: Collection[Row], digests: Mapping[str, str]
+    ) -> frozenset[str]:
+        """The tensors that a file has in the same bits; all, where that is too few for a part."""
+        known = self._digests[file]
+        sizes = {name: memoryview(data).nbytes for name, _, _, data in rows}
+        common = {name for name, digest in digests.items() if known.get(name) == digest}
+        most = max(self._least, NEARLY * sum(sizes.values()))
+        return frozenset(common if sum(map(sizes.__getitem__, common)) >= most else digests)
 
     def _link(
         self, draft: Draft, some: Iterable[tuple[File, Generation]], passed: set[File]
@@ -142,7 +193,7 @@ class Shared:
                 record = _record(generation, self.name)
                 if record is None:
                     continue
-                self._likes[file] = likeness(record.header, record.tensors)
+                self._know(file, record)
             yield file, generation
 
     def _beside(self, place: Generations) -> Iterator[tuple[File, Generation]]:
@@ -169,8 +220,12 @@ class Shared:
     def _note(self, path: Path, record: FileRecord) -> None:
         """A file is whole now."""
         if (file := _seen(path)) is not None:
-            self._likes[file] = likeness(record.header, record.tensors)
+            self._know(file, record)
             self._whole.add(file)
+
+    def _know(self, file: File, record: FileRecord) -> None:
+        self._likes[file] = likeness(record.header, record.tensors)
+        self._digests[file] = record.tensors
 
 
 def _seen(path: Path) -> File | None:

@@ -6,6 +6,7 @@ import errno
 import itertools
 import os
 import threading
+from collections import Counter
 from contextlib import ExitStack
 
 import pytest
@@ -36,9 +37,10 @@ def commit(place, step, shared, base=BASE):
     rows = [(name, "U8", (len(data),), data) for name, data in base.items()]
     digests = {name: digest_of(data) for name, data in base.items()}
     with ExitStack() as until_committed, place.begin(step) as draft:
-        shared.put(draft, place, rows, digests, until_committed)
+        put = shared.put(draft, place, rows, digests, until_committed)
         draft.tensors(WEIGHTS, [("head", "U8", (1,), b"%d" % (step % 10))])
         made = draft.commit()
+    assert made.manifest.files[APART].tensors.keys() == put
     place.collect()
     made.verify()
     return made
@@ -277,3 +279,48 @@ def test_with_such_a_file_a_generation_has_format_2_which_an_older_version_refus
         made.manifest  # noqa: B018
     monkeypatch.undo()
     assert made.manifest.files.keys() == {APART, WEIGHTS}
+
+
+def texts(head):
+    """A base of which a sixteenth is a trial's own."""
+    return {"a": b"a" * 100, "b": b"b" * 50, "head": head * 10}
+
+
+def test_trials_that_differ_in_little_share_what_they_have_in_common(trials):
+    sizes = Counter()
+    for step in (1, 2, 3, 4):
+        for number in range(5):
+            shared = Shared(APART, least=64)
+            made = commit(trials(number), step, shared, texts(b"%d" % number))
+            assert made.manifest.files[APART].tensors.keys() >= {"a", "b"}
+    found = [*trials().directory.parent.glob(f"*/*/{APART}")]
+    for path in found:
+        sizes[path.stat().st_ino] = path.stat().st_size
+    assert len(found) == 10
+    assert len(sizes) == 2
+
+
+def test_two_generations_in_a_row_have_two_files_of_what_is_in_common_too(trials):
+    for number in range(3):
+        place = trials(number)
+        made = [
+            inode(commit(place, step, Shared(APART, least=64), texts(b"%d" % number)))
+            for step in range(1, 5)
+        ]
+        assert all(one != next_ for one, next_ in itertools.pairwise(made))
+        assert len(set(made)) == 2
+
+
+def test_what_was_put_is_told_and_what_differs_in_much_is_a_file_of_its_own(trials):
+    bases = [texts(b"0"), texts(b"1"), texts(b"2") | {"b": b"B" * 50}]
+    told = []
+    for number, base in enumerate(bases):
+        made = commit(trials(number), 1, Shared(APART, least=64), base)
+        told.append(set(made.manifest.files[APART].tensors))
+    assert told == [{"a", "b", "head"}, {"a", "b"}, {"a", "b", "head"}]
+
+
+def test_a_part_of_less_than_is_worth_a_file_is_not_looked_for(trials):
+    for number in range(2):
+        made = commit(trials(number), 1, Shared(APART, least=200), texts(b"%d" % number))
+        assert made.manifest.files[APART].tensors.keys() == {"a", "b", "head"}

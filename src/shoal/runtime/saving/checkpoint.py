@@ -210,9 +210,9 @@ def _put_apart(
     names = unchanged(digests, digests_before(place, (WEIGHTS, APART)))
     if sum(weights[name].nbytes for name in names) < LEAST_SHARED_BYTES:
         return set()
-    chosen = [rows[name] for name in names]
-    shared.put(draft, place, chosen, {name: digests[name] for name in names}, until_committed)
-    return names
+    chosen = [rows[name] for name in rows if name in names]
+    their = {name: digests[name] for name in names}
+    return shared.put(draft, place, chosen, their, until_committed)
 
 
 def weight_files(generation: Generation) -> tuple[str, ...]:
