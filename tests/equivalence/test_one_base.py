@@ -17,6 +17,7 @@ from shoal.core.event import PeakMeasured
 from shoal.fusion import Member, dry_run
 from shoal.fusion.array import Array
 from shoal.fusion.likeness import copies
+from shoal.fusion.stacked import is_of_base
 from shoal.observe import read_outline
 from shoal.observe.snapshot import Snapshot
 from shoal.plain import array_loop
@@ -166,6 +167,31 @@ def test_it_is_verified(run_study):
     squads.assert_verified(report, of)
 
 
+class Headed(nn.Module):
+    """Keeps a head that is drawn anew for each trial beside the trained one, as peft does."""
+
+    def __init__(self, model) -> None:
+        super().__init__()
+        self.model, self.before = model, nn.Linear(WIDTH, 3, dtype=torch.float64)
+        self.before.requires_grad_(False)
+
+    def forward(self, x):
+        return self.model(x) + 0.1 * self.before(x)
+
+
+def headed(hp):
+    return Headed(pretrained(hp))
+
+
+def test_a_small_frozen_tensor_that_is_each_trials_own_parts_nobody(run_study):
+    of = recipe(model=headed)
+    report = run_study(of, SPACE, epochs=2, fuse=3)
+    assert len({key[BASE] for key in keys(report)}) == 1
+    heads = [trial.load_state()["model"]["before.weight"] for trial in report.trials]
+    assert not torch.equal(heads[0], heads[1])
+    assert_slots(report, of, epochs=2)
+
+
 @pytest.mark.full
 def test_compiled_code_has_it_once_too(run_study):
     of = recipe(clip_grad_norm=0.5)
@@ -206,7 +232,7 @@ def test_an_array_of_four_holds_the_base_once(tmp_path):
         assert {job.array.width for job in plan.jobs} == {4}
         assert {BASE in job.numerics for job in plan.jobs} == {name == "one"}
         held[name] = plan.jobs[0].held_bytes
-    frozen = sum(p.nbytes for p in layers({"drop": 0.0}).parameters() if not p.requires_grad)
+    frozen = sum(p.nbytes for p in layers({"drop": 0.0}).parameters() if is_of_base(p))
     assert held["own"] - held["one"] == 3 * frozen
 
 

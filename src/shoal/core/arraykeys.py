@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 ARRAY_KEYS = frozenset(
     (
@@ -25,3 +26,13 @@ def stacks_all(key: Mapping[str, object]) -> bool:
 def has_one_base(key: Mapping[str, object]) -> bool:
     """Whether an array of trials with such a key has what is frozen once."""
     return key.items() >= ONE_BASE.items()
+
+
+class Base(NamedTuple):
+    """What tells the frozen weights that a trial may share, and their bytes; "" where none are."""
+
+    bits: str = ""
+    num_bytes: int = 0
+
+
+NO_BASE = Base()

@@ -153,6 +153,7 @@ class Job:
     foretells: bool = False  # its micro-batches overlap, and what each one draws is drawn ahead
     frozen_bytes: Bytes = NO_BYTES  # of parameters that its generations share, as built
     frozen: str = ""  # the same for jobs with the same bits in them; empty where not known
+    base_bytes: Bytes = NO_BYTES  # of frozen weights that an array of such trials has once
 
     @property
     def takes_s(self) -> Seconds:

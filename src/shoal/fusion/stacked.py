@@ -15,6 +15,14 @@ from torch import Tensor, nn
 from shoal.fusion.declined import Declined
 from shoal.fusion.level import like_alone
 
+LEAST_BASE_BYTES = 1 << 16
+"""Smaller ones have a row for each slot: biases, norms, a head that is drawn and not trained."""
+
+
+def is_of_base(parameter: nn.Parameter) -> bool:
+    """Whether an array with one base has this once: it is frozen, and not small."""
+    return not parameter.requires_grad and parameter.nbytes >= LEAST_BASE_BYTES
+
 
 class Stacked:
     """``parameters`` and ``buffers`` by their first name, each [N, ...].
@@ -22,8 +30,8 @@ class Stacked:
     A row lies in memory as its tensor did alone. Parameters are leaves of autograd: their
     gradients are stacked too. They are on ``device``, or where the modules are.
 
-    With ``one_base`` the weights that are frozen are there once: all rows of such a block are the
-    same memory, and in a pass it is a tensor that no slot has for itself (``given``). So a
+    With ``one_base`` the weights of ``is_of_base`` are there once: all rows of such a block are
+    the same memory, and in a pass it is a tensor that no slot has for itself (``given``). So a
     product with it is one of all slots' rows. Who has other bits there cannot be taken.
     """
 
@@ -37,7 +45,7 @@ class Stacked:
         first = modules[0]
         width = len(modules)
         named = dict(first.named_parameters())
-        self.base = frozenset(n for n, p in named.items() if one_base and not p.requires_grad)
+        self.base = frozenset(n for n, p in named.items() if one_base and is_of_base(p))
         self.parameters = {
             name: self._once(width, parameter.detach(), device)
             if name in self.base

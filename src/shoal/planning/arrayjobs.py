@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from shoal.core.arraykeys import ALL_LAYOUTS, ARRAY_KEYS, ONE_BASE
+from shoal.core.arraykeys import ALL_LAYOUTS, ARRAY_KEYS, ONE_BASE, Base
 from shoal.core.plan import (
     ArrayPlace,
     ArrayRoom,
@@ -54,18 +54,18 @@ def held_bytes(job: Job, width: int) -> Bytes:
     """
     each = sum(s.owned_bytes + s.state_bytes for s in job.shards) + job.buffer_bytes
     batches = job.batch_bytes * job.micro_batches
-    once = _base_bytes(job) * (width - 1) if BASE in job.numerics else 0
-    return Bytes(width * (each + batches) - once)
+    return Bytes(width * (each + batches) - (width - 1) * job.base_bytes)
 
 
-def _base_bytes(job: Job) -> int:
-    """Of the weights that are not trained, which have no gradients."""
-    return sum(max(0, shard.owned_bytes - shard.gradient_bytes) for shard in job.shards)
+def of_base(job: Job, bits: str, base: Base) -> Job:
+    """A job whose key names the frozen weights that its trial shares, if it does.
 
-
-def of_base(job: Job, base: str) -> Job:
-    """A job whose key names the frozen weights that its trial shares, if it does."""
-    return replace(job, numerics={**job.numerics, BASE: base}) if base else job
+    ``base`` is what its model is built with now, where that has other ``bits`` of unknown size.
+    """
+    if not bits:
+        return job
+    size = base.num_bytes if base.bits == bits else 0
+    return replace(job, numerics={**job.numerics, BASE: bits}, base_bytes=Bytes(size))
 
 
 def seats_taken(trials: int, devices: int, width: int) -> float:
@@ -105,7 +105,7 @@ def in_array(
         key |= ALL_LAYOUTS
     if BASE in job.numerics:
         key |= ONE_BASE
-        size = format_bytes(Bytes(_base_bytes(job)))
+        size = format_bytes(job.base_bytes)
         why = (*why, f"{size} of weights that are not trained are in it once, for all of them")
     own = _room(job, place, found, captures=captures, taken=taken)
     return replace(

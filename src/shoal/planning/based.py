@@ -1,8 +1,8 @@
 """Trials that were built with the same frozen weights: an array of them has those once. Pure.
 
-A fine-tuned base is the same for all trials that load it, and an array that has it once takes less
-memory and, since a product with it is one of all slots' rows, less time. Trials whose bases differ
-(a base that is drawn at random, say) are no worse than ever: they have a row each.
+A base that is fine-tuned is the same for all trials that load it, and an array that has it once
+takes less memory and, since a product with it is one of all slots' rows, less time. Trials whose
+bases differ (one that is drawn at random, say) are no worse than ever: they have a row each.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from shoal.core.arraykeys import NO_BASE, Base
 from shoal.fusion.match import Signature
 
 BASE = "array_base"
@@ -39,7 +40,7 @@ def base_in(signature: Signature) -> str:
 
 def based(
     facts: Mapping[int, Signature],
-    bases: Mapping[int, str],
+    bases: Mapping[int, Base],
     on_record: Mapping[int, str],
     known: Iterable[str] = (),
 ) -> dict[int, Signature]:
@@ -47,13 +48,13 @@ def based(
 
     Args:
         facts: By trial, without bases.
-        bases: What tells the bits of a trial's base; "" where it has none, or none is to be one.
+        bases: Of the trials' frozen weights; none where a trial is to share none.
         on_record: The same of those that were planned before, which keep theirs; "" of none.
         known: Bases that trials of the study shared before, whether or not any of them is here.
     """
     there = {*known, *on_record.values()}
     fresh = Counter(
-        (signature, bases.get(trial, ""))
+        (signature, bases.get(trial, NO_BASE).bits)
         for trial, signature in facts.items()
         if trial not in on_record
     )
@@ -61,7 +62,7 @@ def based(
     def base_of(trial: int, signature: Signature) -> str:
         if trial in on_record:
             return on_record[trial]
-        mine = bases.get(trial, "")
+        mine = bases.get(trial, NO_BASE).bits
         return mine if mine in there or fresh[signature, mine] > 1 else ""
 
     return {trial: with_base(one, base_of(trial, one)) for trial, one in facts.items()}

@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 
+from shoal.core.arraykeys import NO_BASE, Base
 from shoal.core.plan import Job
 from shoal.core.seats import ALONE, Epoch, epochs_of, longer
 from shoal.core.spec import (
@@ -123,6 +124,7 @@ class Fusing:
         self._budget = min(device.for_trials for device in devices)
         self._shapes: dict[Signature, Shape] = {}
         self._spilling: Spilling | None = None
+        self._bases: dict[int, Base] = {}
         self.layouts: dict[int, TrialLayout] = {}
 
     @property
@@ -135,7 +137,7 @@ class Fusing:
         return any("array_group" in self._recorded.get(trial, {}) for trial in trials)
 
     def alike(
-        self, facts: Mapping[int, Signature], kinds: Mapping[int, str], bases: Mapping[int, str]
+        self, facts: Mapping[int, Signature], kinds: Mapping[int, str], bases: Mapping[int, Base]
     ) -> dict[int, Signature]:
         """The facts of trials, and with which batches and bases they may share an array.
 
@@ -147,12 +149,11 @@ class Fusing:
             for trial in sorted(facts.keys() & before.keys())
         }
         there = shapes_on_record(self._recorded.values(), facts.values())
-        planned = [without_base(shape) for shape in self._shapes]
-        found = alike(facts, kinds, on_record, [*planned, *there])
+        found = alike(facts, kinds, on_record, [*map(without_base, self._shapes), *there])
         had = {trial: str(before[trial].get(BASE, "")) for trial in on_record}
-        return based(
-            found, bases, had, (str(k[BASE]) for k in self._recorded.values() if BASE in k)
-        )
+        self._bases = dict(bases)
+        known = [str(key[BASE]) for key in self._recorded.values() if BASE in key]
+        return based(found, bases, had, known)
 
     def places(
         self,
@@ -172,7 +173,7 @@ class Fusing:
         self._spilling = spilling
         kinds = Resident if spilling is None else Resident | Spilled
         able = {
-            j.trial: of_base(j, base_in(facts[j.trial]))
+            j.trial: of_base(j, base_in(facts[j.trial]), self._bases.get(j.trial, NO_BASE))
             for j in jobs
             if isinstance(j.technique, kinds) and j.trial in facts
         }

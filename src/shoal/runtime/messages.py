@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shoal.core.aim import Aim
+from shoal.core.arraykeys import NO_BASE, Base
 from shoal.core.event import Event, Packed, unpack_event
 from shoal.core.plan import Job
 from shoal.core.spec import (
@@ -330,6 +331,7 @@ class Noticed:
     data_reads: frozenset[str] = frozenset()  # hyperparameters that its data was made of
     frozen_bytes: int = 0  # of its parameters that stay as they are built, if enough for a file
     frozen: str = ""  # a digest of them, where the model was built with memory
+    base: Base = NO_BASE  # of those that an array may have once, where it was
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,15 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal.core.arraykeys import Base
 from shoal.fusion.match import Signature
 from shoal.planning.based import base_in, based, without_base
 
 ONE, OTHER = Signature((("model", "a"),)), Signature((("model", "b"),))
+
+
+def of(bits):
+    return {trial: Base(one, 2**20) for trial, one in bits.items()}
 
 
 def bases_of(found):
@@ -14,33 +19,33 @@ def bases_of(found):
 
 
 def test_several_trials_with_the_same_bits_share_them_and_a_single_one_has_its_own():
-    found = based(dict.fromkeys(range(4), ONE), {0: "x", 1: "y", 2: "x", 3: ""}, {})
+    found = based(dict.fromkeys(range(4), ONE), of({0: "x", 1: "y", 2: "x", 3: ""}), {})
     assert bases_of(found) == {0: "x", 1: "", 2: "x", 3: ""}
     assert found[0] == found[2] != found[1] == found[3] == ONE
 
 
 def test_trials_of_two_shapes_share_none():
-    found = based({0: ONE, 1: OTHER}, {0: "x", 1: "x"}, {})
+    found = based({0: ONE, 1: OTHER}, of({0: "x", 1: "x"}), {})
     assert bases_of(found) == {0: "", 1: ""}
 
 
 def test_who_was_planned_before_keeps_what_he_had_and_who_comes_later_joins():
     facts = dict.fromkeys(range(3), ONE)
-    found = based(facts, dict.fromkeys(range(3), "x"), {0: "", 1: "x"})
+    found = based(facts, of(dict.fromkeys(range(3), "x")), {0: "", 1: "x"})
     assert bases_of(found) == {0: "", 1: "x", 2: "x"}
-    alone = based({7: ONE}, {7: "x"}, {}, ["x"])
+    alone = based({7: ONE}, of({7: "x"}), {}, ["x"])
     assert bases_of(alone) == {7: "x"}
-    without = based({7: ONE}, {7: "x"}, {0: ""})
+    without = based({7: ONE}, of({7: "x"}), {0: ""})
     assert bases_of(without) == {7: ""}
 
 
 @given(st.dictionaries(st.integers(0, 9), st.sampled_from(["", "x", "y"])))
 def test_a_base_is_shared_by_two_at_least_and_taken_off_again(bases):
     facts = dict.fromkeys(bases, ONE)
-    found = based(facts, bases, {})
+    found = based(facts, of(bases), {})
     for trial, signature in found.items():
         mine = base_in(signature)
         assert mine in ("", bases[trial])
         assert not mine or sum(one == signature for one in found.values()) > 1
         assert without_base(signature) == ONE
-    assert based(facts, bases, bases_of(found)) == found
+    assert based(facts, of(bases), bases_of(found)) == found

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.core.spec import TrialSpec
+from shoal.core.spec import ALIGNMENT, TrialSpec
+from shoal.core.units import round_up
 from shoal.runtime.measuring import bases
 from shoal.runtime.measuring.describe import describe
 from shoal.runtime.messages import Describe
@@ -96,4 +97,10 @@ def test_a_bit_of_a_base_tells_it_apart(dtype):
     assert bases.frozen_bits(one) == bases.frozen_bits(other)
     with torch.no_grad():
         other.bias[7] += 1
-    assert bases.frozen_bits(one) != bases.frozen_bits(other)
+    (all_, base), (others, other_base) = bases.frozen_bits(one), bases.frozen_bits(other)
+    assert all_ != others
+    assert base == other_base  # a bias is too small to be there once
+    assert base.num_bytes == (round_up(one.weight.nbytes, ALIGNMENT) if base.bits else 0)
+    with torch.no_grad():
+        other.weight[7] += 1
+    assert (bases.frozen_bits(other)[1] != base) == (dtype is torch.float32)

@@ -39,6 +39,7 @@ from shoal.fusion.batches import layout_of
 from shoal.fusion.crew import ArrayBackend
 from shoal.fusion.declined import Declined
 from shoal.fusion.finish import FROZEN
+from shoal.fusion.stacked import is_of_base
 from shoal.habits import trained
 from shoal.memory.ledger import Ledger
 from shoal.memory.store import same_bits
@@ -574,7 +575,7 @@ def _write_back(session: Session) -> None:
     once = has_one_base(session.job.numerics)
     with torch.no_grad():
         for name, parameter in binding.params.items():
-            if once and not parameter.requires_grad:
+            if once and is_of_base(parameter):
                 _require_untouched(name, parameter, host.params[name])
                 continue
             host.params[name].copy_(parameter)

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from collections.abc import Collection
 from contextlib import suppress
 
 from torch import nn
 
+from shoal.core.arraykeys import NO_BASE, Base
 from shoal.core.errors import TrialError
-from shoal.core.spec import HyperParameters, TrialSpec
+from shoal.core.spec import ALIGNMENT, HyperParameters, TrialSpec
+from shoal.core.units import round_up
+from shoal.fusion.stacked import is_of_base
 from shoal.hardware import free_memory
 from shoal.pystate import ambient
 from shoal.recipe import Recipe, build_model
@@ -36,16 +40,28 @@ def frozen_size(model: nn.Module) -> int:
     return size if size >= LEAST_SHARED_BYTES else 0
 
 
-def frozen_bits(model: nn.Module) -> str:
-    """The same for models whose frozen parameters are; empty for one without values."""
+def frozen_bits(model: nn.Module) -> tuple[str, Base]:
+    """The same for models whose frozen parameters are; empty for one without values.
+
+    And the same of those alone that an array may have once.
+    """
     frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
     if any(parameter.is_meta for parameter in frozen.values()):
-        return ""
+        return "", NO_BASE
     try:
-        rows = [row(name, parameter.detach().cpu()) for name, parameter in frozen.items()]
+        rows = {name: row(name, parameter.detach().cpu()) for name, parameter in frozen.items()}
     except TrialError:  # who saves it will say so
-        return ""
-    return likeness(header_of(rows), {name: digest_of(data) for name, _, _, data in rows})
+        return "", NO_BASE
+    digests = {name: digest_of(data) for name, (_, _, _, data) in rows.items()}
+
+    def told(names: Collection[str]) -> str:
+        some = [rows[name] for name in names]
+        return likeness(header_of(some), {name: digests[name] for name in names})
+
+    large = [name for name, parameter in frozen.items() if is_of_base(parameter)]
+    size = sum(round_up(frozen[name].nbytes, ALIGNMENT) for name in large)
+    base = Base(told(large), size) if size >= LEAST_SHARED_BYTES else NO_BASE
+    return told(frozen), base
 
 
 class Bases:
@@ -66,5 +82,5 @@ class Bases:
         seed_all(trial.seed)
         with suppress(Exception, SystemExit), ambient.tried(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # who trains it is warned
-            return frozen_bits(build_model(self._recipe, HyperParameters(trial.hp)))
+            return frozen_bits(build_model(self._recipe, HyperParameters(trial.hp)))[0]
         return ""

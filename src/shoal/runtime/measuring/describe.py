@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from shoal.bound import LimitOfTrial, OfTrial, bound
+from shoal.core.arraykeys import NO_BASE
 from shoal.core.errors import ShoalError, SpecError
 from shoal.core.reads import Reads
 from shoal.core.spec import HyperParameters, TrialSpec
@@ -121,6 +122,7 @@ def _one(
         constants = constants_of(found.recipe, found.model)
         kind = kind_of_all([kind_of(batch) for batch in looked])
     frozen_bytes = 0 if habits_of(schedule).touches else frozen_size(found.model)
+    frozen, base = frozen_bits(found.model) if frozen_bytes else ("", NO_BASE)
     noticed = reading.end(code)  # while what keeps them is there
     noticed = replace(
         noticed,
@@ -133,7 +135,8 @@ def _one(
         made=_made(found) if shapes else None,
         data_reads=found.data_reads,
         frozen_bytes=frozen_bytes,
-        frozen=frozen_bits(found.model) if frozen_bytes else "",
+        frozen=frozen,
+        base=base,
     )
     return _One(signature, noticed, array, constants, kind)
 
