@@ -397,7 +397,8 @@ class Deciding:
                 f"{stay} on the device{more}, for which there is room; if all travelled "
                 f"{format_bytes(none.moved)} would move"
             )
-        if turned := turned_shards(technique, len(exact.measure.shards)):
+        shards = exact.measure.shards
+        if turned := [s for s in turned_shards(technique, len(shards)) if not shards[s].frozen]:
             reasons.append(
                 f"{counted(len(turned), 'more shard holds its', 'more shards hold their')} "
                 "parameters from forward to backward, when there is room for them"

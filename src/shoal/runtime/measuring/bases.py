@@ -60,8 +60,7 @@ def frozen_bits(model: nn.Module) -> tuple[str, Base]:
 
     large = [name for name, parameter in frozen.items() if is_of_base(parameter)]
     size = sum(round_up(frozen[name].nbytes, ALIGNMENT) for name in large)
-    base = Base(told(large), size) if size >= LEAST_SHARED_BYTES else NO_BASE
-    return told(frozen), base
+    return told(frozen), Base(told(large), size) if large else NO_BASE
 
 
 class Bases:
