@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
 from shoal.core.event import PeakMeasured
-from shoal.fusion import Member, dry_run
+from shoal.fusion import Member, dry_run, stacked
 from shoal.fusion.array import Array
 from shoal.fusion.likeness import copies
 from shoal.fusion.stacked import is_of_base
@@ -129,8 +129,9 @@ def test_each_trial_is_its_slot_alone_and_near_the_plain_loop(changes, fuse, run
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", fusing.MODELS)
-def test_a_frozen_backbone_of_any_architecture_is_there_once(name):
+def test_a_frozen_backbone_of_any_architecture_is_there_once(name, monkeypatch):
     """One step is the step alone, and no part of it runs slot by slot for that."""
+    monkeypatch.setattr(stacked, "LEAST_BASE_BYTES", 1)  # these models are small
     recipe, hps = fusing.recipe(name, clip_grad_norm=None), fusing.hps(name)
     members, batches, base = [], [], None
     for seed, values in enumerate(hps):
@@ -155,6 +156,7 @@ def test_a_frozen_backbone_of_any_architecture_is_there_once(name):
     notes = {}
     for one_base in (False, True):
         array = Array(copies(members), one_base=one_base)
+        assert bool(array.crew.stacked.base) == one_base
         array.step(batches)
         notes[one_base] = list(array.notes)
     assert notes[True] == notes[False]
