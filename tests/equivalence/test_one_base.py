@@ -169,6 +169,30 @@ def test_it_is_verified(run_study):
     squads.assert_verified(report, of)
 
 
+class Merged(Adapted):
+    """Adds what it has learnt to a copy of the frozen weight, in place."""
+
+    def forward(self, x):
+        weight = self.base.weight.clone()
+        weight += self.up.weight @ self.down.weight
+        return self.drop(nn.functional.linear(x, weight, self.base.bias)).tanh()
+
+
+def merged(hp):
+    model = pretrained(hp)
+    for layer in model[:-1]:
+        layer.__class__ = Merged
+    return model
+
+
+def test_what_is_written_into_a_copy_of_the_base_is_each_slots_own(run_study):
+    of = recipe(model=merged)
+    report = run_study(of, SPACE, epochs=2, fuse=3)
+    assert {key["array_weights"] for key in keys(report)} == {"frozen ones once"}
+    assert set(squads.widths(report)) == {3}
+    assert_slots(report, of, epochs=2)
+
+
 class Headed(nn.Module):
     """Keeps a head that is drawn anew for each trial beside the trained one, as peft does."""
 

@@ -48,6 +48,7 @@ class Learnt:
 
     looped: list[str] = field(default_factory=list)
     own_factories: bool = False
+    own_base: bool = False  # each slot has for itself what is in memory once (``Stacked.given``)
     notes: list[str] = field(default_factory=list)
 
     def copy(self) -> Learnt:
@@ -246,11 +247,14 @@ class StackedBackend:
         """
         template, level = self._current(crew), slots.level
         recipe = template.recipe
-        base = crew.stacked.base
+        base, known = crew.stacked.base, self._known_of(crew)
         tensors = {n: b if n in base else level.slotted(b) for n, b in blocks.items()}
+        for name in base if known.own_base else ():
+            one = blocks[name]
+            tensors[name] = level.slotted(one.expand(crew.width, *one.shape))
         with (
             template.running(slots, crew.stacked, tensors) as replaced,
-            SlotMode(slots, own_factories=self._known_of(crew).own_factories),
+            SlotMode(slots, own_factories=known.own_factories),
             autocast(recipe, crew.device),
         ):
             arguments, keywords = model_inputs(recipe, batch)
@@ -272,6 +276,13 @@ class StackedBackend:
         if reason is not None and not known.own_factories and _is_about_writing(reason):
             known.own_factories = True
             known.notes.append("what torch.zeros and its like make has a value per slot")
+            return
+        if crew.stacked.base and not known.own_base and _writes_what_is_shared(error, reason):
+            known.own_base = True
+            known.notes.append(
+                "products with frozen weights are each slot's own: code writes a slot's values "
+                "into what it makes of them"
+            )
             return
         part = self._current(crew).innermost(error.__traceback__)
         if not part or part in known.looped:
@@ -367,6 +378,16 @@ def _reason(error: BaseException) -> str | None:
 
 def _is_about_writing(reason: str) -> bool:
     return "inplace" in reason or "all slots share" in reason or "is not possible" in reason
+
+
+def _writes_what_is_shared(error: BaseException, reason: str | None) -> bool:
+    """Whether a slot's values were to be written into a tensor that all slots have.
+
+    Torch says of a plain ``+=`` only that N times as much does not fit there.
+    """
+    if reason is None:
+        return isinstance(error, RuntimeError) and "match the broadcast shape" in str(error)
+    return _is_about_writing(reason)
 
 
 def first_line(error: BaseException) -> str:
