@@ -247,6 +247,40 @@ def test_a_population_goes_on_over_one_base(tmp_path, warm_workers):
     squads.assert_verified(report, of)
 
 
+def of_two(hp):
+    """One of two bases."""
+    model = layers(hp)
+    random = torch.Generator().manual_seed(hp["init"])
+    for layer in model[:-1]:
+        layer.base.weight.data.normal_(0.0, 0.05, generator=random)
+    return model
+
+
+def test_a_population_of_two_bases_has_a_row_each(tmp_path, warm_workers):
+    """One that goes on from another's state has the base that is in it."""
+    of = recipe(model=of_two)
+    study = shoal.Study(
+        "population",
+        of,
+        space={
+            "lr": shoal.log_uniform(1e-4, 1e-2),
+            "drop": shoal.choice(0.1),
+            "init": shoal.choice(1, 2),
+        },
+        trials=6,
+        epochs=3,
+        pruner=shoal.PBT(quantile=0.5, vary=("lr",)),
+        directory=tmp_path,
+    )
+    hardware = shoal.Hardware.virtual(devices=1, memory="64MiB")
+    report = study.run(hardware=hardware, workers=warm_workers, progress=False, fuse=3)
+    first = [trial.hp["init"] for trial in report.trials]
+    taken = [(t.hp["init"], first[one["source"]]) for t in report.trials for one in t.inherited]
+    assert any(mine != sources for mine, sources in taken)
+    assert not any("array_weights" in key for key in keys(report))
+    squads.assert_verified(report, of)
+
+
 def test_an_array_of_four_holds_the_base_once(tmp_path):
     held = {}
     for name, model in (("one", pretrained), ("own", layers)):

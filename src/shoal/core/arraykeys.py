@@ -29,10 +29,15 @@ def has_one_base(key: Mapping[str, object]) -> bool:
 
 
 class Base(NamedTuple):
-    """What tells the frozen weights that a trial may share, and their bytes; "" where none are."""
+    """What tells the frozen weights that a trial may share, and their bytes; "" where none are.
+
+    They are those that its model is built with: one that begins with the state of ``parent`` has
+    what that has.
+    """
 
     bits: str = ""
     num_bytes: int = 0
+    parent: int | None = None
 
 
 NO_BASE = Base()

@@ -152,8 +152,8 @@ class Fusing:
         found = alike(facts, kinds, on_record, [*map(without_base, self._shapes), *there])
         had = {trial: str(before[trial].get(BASE, "")) for trial in on_record}
         self._bases = dict(bases)
-        known = [str(key[BASE]) for key in self._recorded.values() if BASE in key]
-        return based(found, bases, had, known)
+        known = {trial: str(key[BASE]) for trial, key in self._recorded.items() if BASE in key}
+        return based(found, bases, had, known, exchanges=self._times.changes is not None)
 
     def places(
         self,

@@ -234,7 +234,9 @@ class Planner:
             why = why_unfused(shared)
             jobs = tuple(replace(job, why=(*job.why, why)) for job in planned.plan.jobs)
             return replace(planned, plan=replace(planned.plan, jobs=jobs))
-        bases = {} if self._recipe.step else {n: one.base for n, one in noticed.items()}
+        from_state = {trial.number: trial.parent for trial in trials if trial.warm}
+        bases = {n: one.base._replace(parent=from_state.get(n)) for n, one in noticed.items()}
+        bases = {} if self._recipe.step else bases
         facts = self._fusing.alike(described.arrays, described.batches, bases)
         jobs = self._fusing.places(
             planned.plan.jobs,

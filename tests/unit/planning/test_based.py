@@ -33,10 +33,28 @@ def test_who_was_planned_before_keeps_what_he_had_and_who_comes_later_joins():
     facts = dict.fromkeys(range(3), ONE)
     found = based(facts, of(dict.fromkeys(range(3), "x")), {0: "", 1: "x"})
     assert bases_of(found) == {0: "", 1: "x", 2: "x"}
-    alone = based({7: ONE}, of({7: "x"}), {}, ["x"])
+    alone = based({7: ONE}, of({7: "x"}), {}, {3: "x"})
     assert bases_of(alone) == {7: "x"}
     without = based({7: ONE}, of({7: "x"}), {0: ""})
     assert bases_of(without) == {7: ""}
+
+
+def test_a_population_shares_a_base_that_all_of_it_has():
+    facts = dict.fromkeys(range(4), ONE)
+    same = based(facts, of(dict.fromkeys(range(4), "x")), {}, exchanges=True)
+    assert bases_of(same) == dict.fromkeys(range(4), "x")
+    two = of({0: "x", 1: "x", 2: "y", 3: "y"})
+    assert bases_of(based(facts, two, {}, exchanges=True)) == dict.fromkeys(range(4), "")
+    assert bases_of(based(facts, two, {})) == {0: "x", 1: "x", 2: "y", 3: "y"}
+    grown = based(facts, two, {0: "x", 1: "x"}, exchanges=True)
+    assert bases_of(grown) == {0: "x", 1: "x", 2: "", 3: ""}
+
+
+def test_a_trial_that_begins_with_a_state_shares_what_its_parent_shared():
+    facts = dict.fromkeys((3, 4, 5), ONE)
+    bases = {3: Base("x", 1, 0), 4: Base("x", 1, 1), 5: Base("x", 1, 2)}
+    found = based(facts, bases, {}, {0: "x", 1: "y"})
+    assert bases_of(found) == {3: "x", 4: "", 5: ""}
 
 
 @given(st.dictionaries(st.integers(0, 9), st.sampled_from(["", "x", "y"])))
