@@ -101,6 +101,7 @@ def measure_layers(
     how = _How(timed=timed, rehearses=False, halves=halves, there=there)
     costs = _measure(chain, batch, ranges, how)
     narrows = _measure_narrow(chain, batch, ranges, how, narrow, sums)
+    first = trained_from(chain)
     return tuple(
         LayerMeasure(
             name=name,
@@ -118,7 +119,7 @@ def measure_layers(
             private_bytes=Bytes(cost.private_bytes),
             stash_bytes=Bytes(cost.stash_bytes),
             gradient_bytes=_gradient_bytes(chain, chain.parameters_of(layer)),
-            frozen=layer < trained_from(chain),
+            frozen=layer < first,
             narrow=narrows[layer],
             halves=cost.halves,
         )
@@ -148,6 +149,7 @@ def measure_shards(
     how = _How(timed=timed, rehearses=True, halves=halves, there=there)
     costs = _measure(chain, batch, ranges, how)
     narrows = _measure_narrow(chain, batch, ranges, how, narrow, sums)
+    first = trained_from(chain)
     specs = []
     for index, (span, cost) in enumerate(zip(ranges, costs, strict=True)):
         owned = [name for layer in range(*span) for name in chain.parameters_of(layer)]
@@ -178,7 +180,7 @@ def measure_shards(
                 narrow=narrows[index],
                 halves=cost.halves,
                 workspace_bytes=Bytes(cost.scratch_bytes),
-                frozen=span[1] <= trained_from(chain),
+                frozen=span[1] <= first,
             )
         )
     return tuple(specs)
