@@ -13,8 +13,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
+from shoal.core import arraykeys
 from shoal.core.event import PeakMeasured
-from shoal.fusion import Member, dry_run, stacked
+from shoal.fusion import Member, dry_run
 from shoal.fusion.array import Array
 from shoal.fusion.likeness import copies
 from shoal.fusion.stacked import is_of_base
@@ -131,7 +132,7 @@ def test_each_trial_is_its_slot_alone_and_near_the_plain_loop(changes, fuse, run
 @pytest.mark.parametrize("name", fusing.MODELS)
 def test_a_frozen_backbone_of_any_architecture_is_there_once(name, monkeypatch):
     """One step is the step alone, and no part of it runs slot by slot for that."""
-    monkeypatch.setattr(stacked, "LEAST_BASE_BYTES", 1)  # these models are small
+    monkeypatch.setattr(arraykeys, "LEAST_BASE_BYTES", 1)  # these models are small
     recipe, hps = fusing.recipe(name, clip_grad_norm=None), fusing.hps(name)
     members, batches, base = [], [], None
     for seed, values in enumerate(hps):
@@ -305,14 +306,3 @@ def test_who_writes_to_the_base_is_refused_and_nothing_of_it_is_saved(run_study)
             "'0.base.weight' is frozen, and the trials of its array have it in memory once"
             in trial.error_line
         )
-
-
-def test_in_shards_there_is_no_such_array(tmp_path):
-    study = shoal.Study("it", recipe(), space=SPACE, epochs=1, directory=tmp_path)
-    plan = study.plan(
-        hardware=shoal.Hardware.virtual(devices=1, memory="64MiB"),
-        technique=shoal.Spilled(shards=2),
-        fuse=3,
-    )
-    assert not any(job.array for job in plan.jobs)
-    assert "arrays in shards have a row of them for each trial" in str(plan)

@@ -16,6 +16,8 @@ ALL_LAYOUTS = {"array_layouts": "all"}
 """What it says where batches of every layout run stacked, and not of the first one's alone."""
 ONE_BASE = {"array_weights": "frozen ones once"}
 """What it says where the weights that nothing trains are there once, for all slots."""
+LEAST_BASE_BYTES = 1 << 16
+"""Smaller ones have a row for each slot: biases, norms, a head that is drawn and not trained."""
 
 
 def stacks_all(key: Mapping[str, object]) -> bool:

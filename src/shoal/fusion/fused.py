@@ -247,14 +247,10 @@ class StackedBackend:
         """
         template, level = self._current(crew), slots.level
         recipe = template.recipe
-        base, known = crew.stacked.base, self._known_of(crew)
-        tensors = {n: b if n in base else level.slotted(b) for n, b in blocks.items()}
-        for name in base if known.own_base else ():
-            one = blocks[name]
-            tensors[name] = level.slotted(one.expand(crew.width, *one.shape))
+        tensors = self._within(crew, level, blocks)
         with (
             template.running(slots, crew.stacked, tensors) as replaced,
-            SlotMode(slots, own_factories=known.own_factories),
+            SlotMode(slots, own_factories=self._known_of(crew).own_factories),
             autocast(recipe, crew.device),
         ):
             arguments, keywords = model_inputs(recipe, batch)
@@ -263,6 +259,15 @@ class StackedBackend:
         for name, value in replaced.items():
             blocks[name].copy_(level.stacked(value.detach()))
         return output, level.stacked(loss)
+
+    def _within(self, crew: Crew, level: Level, blocks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """``blocks``, as of ``Stacked.given``, as the model's code sees them."""
+        base = crew.stacked.base
+        tensors = {n: b if n in base else level.slotted(b) for n, b in blocks.items()}
+        for name in base if self._known_of(crew).own_base else ():
+            one = blocks[name]
+            tensors[name] = level.slotted(one.expand(crew.width, *one.shape))
+        return tensors
 
     def _learn(self, error: BaseException, crew: Crew) -> None:
         """Loop the part that failed, so that the pass can be run again; or let the error go up.

@@ -101,11 +101,11 @@ class ShardBackend(StackedBackend):
         work: Callable[[Inside], Mapping[Any, Tensor]],
     ) -> dict[Any, Packed]:
         template = self._current(crew)
-        blocks = {**crew.stacked.parameters, **crew.stacked.buffers}
+        blocks = {**crew.stacked.given, **crew.stacked.buffers}
         with entered(crew.width) as level:
             slots = Slots(level, crew.streams, active)
             batch = combined(batches, level.slotted)
-            tensors = {name: level.slotted(block) for name, block in blocks.items()}
+            tensors = self._within(crew, level, blocks)
             with (
                 template.running(slots, crew.stacked, tensors) as replaced,
                 SlotMode(slots, own_factories=self._known_of(crew).own_factories),

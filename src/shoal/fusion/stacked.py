@@ -12,16 +12,22 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from shoal.core import arraykeys
 from shoal.fusion.declined import Declined
 from shoal.fusion.level import like_alone
-
-LEAST_BASE_BYTES = 1 << 16
-"""Smaller ones have a row for each slot: biases, norms, a head that is drawn and not trained."""
 
 
 def is_of_base(parameter: nn.Parameter) -> bool:
     """Whether an array with one base has this once: it is frozen, and not small."""
-    return not parameter.requires_grad and parameter.nbytes >= LEAST_BASE_BYTES
+    return not parameter.requires_grad and parameter.nbytes >= arraykeys.LEAST_BASE_BYTES
+
+
+def other_base(name: str) -> str:
+    """Why a trial is not taken in, in words."""
+    return (
+        f"{name!r}, which is frozen, has other bits than in the trials of its array, which have "
+        "it in memory once"
+    )
 
 
 class Stacked:
@@ -105,10 +111,7 @@ class Stacked:
                 _bits(parameter.detach().to(mine.device)), _bits(mine)
             )
             if not same:
-                raise Declined(
-                    f"{name!r}, which is frozen, has other bits than in the trials of its array, "
-                    "which have it in memory once"
-                )
+                raise Declined(other_base(name))
 
     def settle(self, slot: int, module: nn.Module) -> None:
         """Have tensors that a module's code replaced by others live in their row again.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.fusion.level import like_alone
-from shoal.fusion.stacked import Stacked
+from shoal.fusion.stacked import Stacked, is_of_base
 
 
 class Unplaced(Stacked):
@@ -19,11 +19,17 @@ class Unplaced(Stacked):
     are not touched.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        device: torch.device | None = None,
+        *,
+        one_base: bool = False,
+    ) -> None:
         first, width = modules[0], len(modules)
-        self.base = frozenset()
-        named = first.named_parameters()
-        self._nowhere = {name: _nowhere(width, p.detach(), device) for name, p in named}
+        named = dict(first.named_parameters())
+        self.base = frozenset(n for n, p in named.items() if one_base and is_of_base(p))
+        self._nowhere = {name: _nowhere(width, p.detach(), device) for name, p in named.items()}
         self.parameters = {name: one.detach() for name, one in self._nowhere.items()}
         self.buffers = {name: like_alone(width, b, device) for name, b in first.named_buffers()}
         for slot, module in enumerate(modules):
@@ -45,7 +51,10 @@ class Unplaced(Stacked):
                     child._buffers[key] = own[id(held)]
 
     def place(self, name: str, tensor: Tensor) -> None:
-        """Have the rows of a parameter be ``tensor`` [N, ...], which is somebody else's."""
+        """Have the rows of a parameter be ``tensor`` [N, ...], which is somebody else's.
+
+        Of the base all rows are the same memory there too.
+        """
         self.parameters[name].data = tensor
 
     def evict(self, names: Iterable[str]) -> None:

@@ -104,9 +104,7 @@ def in_array(
     if "array_batches" in job.numerics:
         key |= ALL_LAYOUTS
     if BASE in job.numerics:
-        key |= ONE_BASE
-        size = format_bytes(job.base_bytes)
-        why = (*why, f"{size} of weights that are not trained are in it once, for all of them")
+        key, why = {**key, **ONE_BASE}, (*why, _told_of_base(job))
     own = _room(job, place, found, captures=captures, taken=taken)
     return replace(
         job,
@@ -127,6 +125,11 @@ def in_array(
         why=(*job.why, *why),
         numerics={**job.numerics, **key},
     )
+
+
+def _told_of_base(job: Job) -> str:
+    size = format_bytes(job.base_bytes)
+    return f"{size} of weights that are not trained are in it once, for all of them"
 
 
 def with_rooms(
@@ -251,6 +254,8 @@ def in_spilled_array(
         key["array_pass"] = passes
     if job.numerics.get("optimizer_place") not in (None, "cpu"):
         key["optimizer_place"] = plan.technique.optimizer
+    if BASE in job.numerics:
+        key, why = {**key, **ONE_BASE}, (*why, _told_of_base(job))
     return replace(
         job,
         technique=plan.technique,

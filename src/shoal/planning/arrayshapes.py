@@ -10,10 +10,9 @@ from shoal.core.spec import PassKind, Scalar, WidthMeasure
 from shoal.fusion.lengths import is_open, kind_in, with_kind
 from shoal.fusion.match import Signature
 from shoal.planner.narrower import Narrower
-from shoal.planner.uneven import IN_SHARDS as LENGTHS_IN_SHARDS
+from shoal.planner.uneven import IN_SHARDS
 from shoal.planner.width import Candidate
 from shoal.planning.based import BASE, base_in, with_base
-from shoal.planning.based import IN_SHARDS as BASE_IN_SHARDS
 from shoal.planning.capturing import BY_CODE, LoneWay
 from shoal.planning.spilling import SpilledArrayPlan
 
@@ -44,9 +43,7 @@ class Shape:
     @property
     def whole(self) -> str:
         """Why its arrays are in no shards; empty if they may be."""
-        if self.varies:
-            return LENGTHS_IN_SHARDS
-        return BASE_IN_SHARDS if self.base else ""
+        return IN_SHARDS if self.varies else ""
 
     @property
     def varies(self) -> bool:

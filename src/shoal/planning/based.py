@@ -19,10 +19,6 @@ BASE = "array_base"
 """What of a numerics key names the base of a trial that shares it, or would."""
 FACT = "the bits of the weights that are not trained"
 NOTHING: Mapping[int, str] = MappingProxyType({})
-IN_SHARDS = (
-    "they have their frozen weights in memory once, and arrays in shards have a row of them for "
-    "each trial"
-)
 
 
 def with_base(signature: Signature, base: str) -> Signature:

@@ -87,8 +87,7 @@ class Fusing:
 
     Args:
         wish: See ``Wish``.
-        on_record: The wish of an earlier run, for trials that have no place yet: it holds where
-            there is none now, and moves nobody who is under way.
+        on_record: An earlier run's, for trials without a place, where there is none now.
         recorded: The numerics keys of all trials that were planned before.
         times: How long trials are; None: nobody knows.
         now, steps: The numerics keys of trials that go on, and the steps from which they do.
@@ -371,7 +370,8 @@ class Fusing:
         if words := shape.whole:
             return words
         if width not in shape.spilled:
-            shape.spilled[width] = self._spilling.find(asking, trials, width, fits=fits)
+            find = partial(self._spilling.find, one_base=bool(shape.base))
+            shape.spilled[width] = find(asking, trials, width, fits=fits)
         return shape.spilled[width]
 
     def _look_at(

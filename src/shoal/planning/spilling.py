@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from shoal.core.plan import Job
 from shoal.core.spec import ALIGNMENT, NO_SECONDS, JobMeasure, LayerMeasure, ShardSpec, TrialSpec
@@ -37,6 +38,18 @@ MOST_SPEAKERS = 4
 OTHER_LAYERS = "as an array the model has"  # as ``runtime.arrays.spilled`` words it
 MOST_CUTS = 6
 """Cuts that are measured, each with more shards, until one fits."""
+
+
+class Rows(NamedTuple):
+    """How many trials an array has; ``one_base``: what is frozen is in it once for all of them."""
+
+    width: int
+    one_base: bool = False
+
+    def laid_out(self, home: TrialLayout) -> TrialLayout:
+        """Where they lie, each as ``home``."""
+        return stacked_layout(home, self.width, one_base=self.one_base)
+
 
 ASKED = Spilled(
     recompute=True,
@@ -103,11 +116,18 @@ class Spilling:
     is_forced: bool = False
 
     def find(
-        self, asking: Asking, trials: Sequence[TrialSpec], width: int, *, fits: bool = False
+        self,
+        asking: Asking,
+        trials: Sequence[TrialSpec],
+        width: int,
+        *,
+        fits: bool = False,
+        one_base: bool = False,
     ) -> SpilledArrayPlan | str:
         """The array of ``width`` of these trials that costs the least; why there is none.
 
         ``fits``: it would fit as a whole; who asks for shards all the same wants to see it move.
+        ``one_base``: what is frozen is the same in all of them, and is there once.
         """
         if self.why_not:
             return self.why_not
@@ -115,29 +135,31 @@ class Spilling:
         # One whose dropout is 0 may have other layers than those that drop.
         for speaker in trials[:MOST_SPEAKERS]:
             others = [trial for trial in trials if trial is not speaker]
-            found = self._find(asking, [speaker, *others], width, fits=fits)
+            found = self._find(asking, [speaker, *others], Rows(width, one_base), fits=fits)
             if isinstance(found, SpilledArrayPlan) or OTHER_LAYERS not in found:
                 break
         return found
 
     def _find(
-        self, asking: Asking, trials: Sequence[TrialSpec], width: int, *, fits: bool
+        self, asking: Asking, trials: Sequence[TrialSpec], rows: Rows, *, fits: bool
     ) -> SpilledArrayPlan | str:
         """The same, where the first of the trials speaks for the others."""
-        trial = trials[0]
+        trial, width = trials[0], rows.width
         whole = asking.answer(Measure(trial, cut=True))
         if not isinstance(whole, Measured):
             return str(whole)
         if not whole.measure.cuttable:
             return "; ".join(whole.measure.notes) or "the model cannot be cut into shards"
         request = replace(self.request, technique=self._technique(fits))
-        paper = array_measure(whole.measure, width)
+        paper = array_measure(whole.measure, rows)
         closest: Need | None = None
         found = choices(paper, self.budget, (1,), request, self.speeds)
         for choice in itertools.islice(found, MOST_CUTS):
             exact = asking.answer(MeasureShards(trial, choice.cuts))
             num_layers = len(paper.layers)
-            order = MeasureArrayShards(tuple(trials[:MOST]), width, choice.cuts, num_layers)
+            order = MeasureArrayShards(
+                tuple(trials[:MOST]), width, choice.cuts, num_layers, rows.one_base
+            )
             stacked = asking.answer(order)
             if not isinstance(exact, Measured) or exact.layout is None:
                 return str(exact)
@@ -149,8 +171,8 @@ class Spilling:
                 return stacked.declined
             if stacked.is_over:  # smaller shards may do
                 continue
-            measure = with_shards(paper, stacked.shards, exact, width)
-            plan = self._plan(measure, exact, choice.technique, request, width)
+            measure = with_shards(paper, stacked.shards, exact, rows)
+            plan = self._plan(measure, exact, choice.technique, request, rows)
             if isinstance(plan, SpilledArrayPlan):
                 return replace(plan, build_s=stacked.build_s)
             closest = plan
@@ -177,7 +199,7 @@ class Spilling:
         exact: Measured,
         technique: Spilled,
         request: Request,
-        width: int,
+        array: Rows,
     ) -> SpilledArrayPlan | Need:
         """What stays of these shards; what they need if they do not fit."""
         assert exact.layout is not None
@@ -193,7 +215,7 @@ class Spilling:
         lone, home = keep_best(alone, self.speeds), exact.layout
         if lone is not None:  # a trial's home is laid out for when it trains alone
             home = as_it_travels(home, lone[0], (), sums=False)
-        rows = stacked_layout(home, width)
+        rows = array.laid_out(home)
         room = replace(alone, measure=measure, shards=measure.shards, layout=rows)
         kept = keep_best(room, self.speeds)
         if kept is None or lone is None:
@@ -269,11 +291,12 @@ def asked_of(forced: Technique | None) -> tuple[Spilled, str]:
     return replace(forced, **settled), ""
 
 
-def array_measure(lone: JobMeasure, width: int) -> JobMeasure:
-    """A trial's measure as that of ``width`` of them in one, on paper: layers and batches."""
+def array_measure(lone: JobMeasure, rows: Rows) -> JobMeasure:
+    """A trial's measure as that of an array of such, on paper: layers and batches."""
+    width = rows.width
     return replace(
         lone,
-        layers=tuple(_layer_times(layer, width) for layer in lone.layers),
+        layers=tuple(_layer_times(layer, rows) for layer in lone.layers),
         shards=(),
         batch_bytes=Bytes(width * lone.batch_bytes),
         buffer_bytes=Bytes(width * lone.buffer_bytes),
@@ -282,11 +305,12 @@ def array_measure(lone: JobMeasure, width: int) -> JobMeasure:
     )
 
 
-def _layer_times(layer: LayerMeasure, width: int) -> LayerMeasure:
-    gradient = layer.gradient_bytes
+def _layer_times(layer: LayerMeasure, rows: Rows) -> LayerMeasure:
+    width, gradient = rows.width, layer.gradient_bytes
+    once = layer.parameter_bytes - gradient if rows.one_base and gradient is not None else 0
     return replace(
         layer,
-        parameter_bytes=Bytes(width * layer.parameter_bytes),
+        parameter_bytes=Bytes(width * layer.parameter_bytes - (width - 1) * once),
         state_bytes=Bytes(width * layer.state_bytes),
         borrowed_bytes=Bytes(width * layer.borrowed_bytes),
         boundary_bytes=Bytes(width * layer.boundary_bytes),
@@ -305,11 +329,12 @@ def _layer_times(layer: LayerMeasure, width: int) -> LayerMeasure:
 
 
 def with_shards(
-    paper: JobMeasure, shards: Sequence[ShardSpec], exact: Measured, width: int
+    paper: JobMeasure, shards: Sequence[ShardSpec], exact: Measured, array: Rows
 ) -> JobMeasure:
     """The array's measure with its shards, whose weights lie as ``stacked_layout`` has them."""
     assert exact.layout is not None
-    rows, trained = stacked_layout(exact.layout, width), set(exact.measure.trained)
+    width = array.width
+    rows, trained = array.laid_out(exact.layout), set(exact.measure.trained)
     found = [
         replace(
             shard,

@@ -228,7 +228,7 @@ class Copies:
         copies: list[Copy] = []
         if Part.PARAM in action.parts:
             copies.append((placed.param_bytes, host.param_bytes))
-            copies += [(placed.borrowed[n], host.borrowed[n]) for n in placed.borrowed]
+            copies += [(_once(t), _once(host.borrowed[n])) for n, t in placed.borrowed.items()]
         if Part.STATE in action.parts:
             copies.append((placed.state_bytes, host.state_bytes))
         if Part.HEAD in action.parts:
@@ -289,6 +289,11 @@ def copying(
             device.copy(target, source, way, upload=upload, passes=passes)
 
     return work
+
+
+def _once(tensor: Tensor) -> Tensor:
+    """One of an array's rows, where all are the same memory; else all of it."""
+    return tensor[0] if len(tensor.shape) > 0 and tensor.stride(0) == 0 else tensor
 
 
 def _spots(arena: Arena, part: str) -> list[int]:

@@ -185,13 +185,15 @@ class MeasureArray:
 class MeasureArrayShards:
     """Measure the units of an array of so many of these trials, cut at ``cuts``.
 
-    ``num_layers``: of the trial alone whose layers are meant.
+    ``num_layers``: of the trial alone whose layers are meant. ``one_base``: what is frozen is the
+    same in all of them, and the array has it once.
     """
 
     trials: tuple[TrialSpec, ...]
     width: int
     cuts: tuple[int, ...]
     num_layers: int
+    one_base: bool = False
 
     @property
     def trial(self) -> TrialSpec:

@@ -20,7 +20,14 @@ from shoal.planner.need import Need, Request
 from shoal.planner.price import Speeds
 from shoal.planning.arrayjobs import ArraySlot, in_spilled_array
 from shoal.planning.fusing import Fusing
-from shoal.planning.spilling import ASKED, SpilledArrayPlan, Spilling, array_measure, asked_of
+from shoal.planning.spilling import (
+    ASKED,
+    Rows,
+    SpilledArrayPlan,
+    Spilling,
+    array_measure,
+    asked_of,
+)
 from shoal.runtime.messages import ArrayTry, Measured, MeasuredArray, TimeArray, TimedArray
 from shoal.testing import make_device, make_job
 
@@ -61,13 +68,25 @@ def layer(size):
 @given(st.lists(st.integers(0, 99), min_size=1, max_size=5), st.integers(1, 64))
 def test_on_paper_an_array_is_a_trial_so_many_times_as_large(sizes, width):
     lone = measure([layer(size) for size in sizes])
-    wide = array_measure(lone, width)
+    wide = array_measure(lone, Rows(width))
     assert wide.batch_bytes == width * lone.batch_bytes
     assert wide.buffer_bytes == width * lone.buffer_bytes
     for one, many in zip(lone.layers, wide.layers, strict=True):
         assert many.parameter_bytes == width * one.parameter_bytes
         assert many.backward_peak_bytes == width * one.backward_peak_bytes
         assert many.backward_s == width * one.backward_s
+
+
+@given(st.integers(0, 99), st.integers(0, 99), st.integers(1, 64))
+def test_on_paper_what_is_frozen_is_there_once_where_all_have_the_same(frozen, trained, width):
+    half = replace(layer(frozen + trained), gradient_bytes=Bytes(trained))
+    (own,) = array_measure(measure([half]), Rows(width)).layers
+    (once,) = array_measure(measure([half]), Rows(width, one_base=True)).layers
+    assert own.parameter_bytes == width * (frozen + trained)
+    assert once.parameter_bytes == frozen + width * trained
+    assert once.gradient_bytes == own.gradient_bytes == width * trained
+    (all_trained,) = array_measure(measure([layer(9)]), Rows(width, one_base=True)).layers
+    assert all_trained.parameter_bytes == 9 * width
 
 
 def test_what_is_forced_stays_forced_and_an_array_recomputes():
@@ -149,7 +168,7 @@ PLAN = SpilledArrayPlan(
 class Found(Spilling):
     """Always finds the same."""
 
-    def find(self, asking, trials, width, *, fits=False):
+    def find(self, asking, trials, width, *, fits=False, one_base=False):
         return PLAN
 
 

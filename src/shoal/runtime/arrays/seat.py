@@ -26,10 +26,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from shoal.core.arraykeys import has_one_base, stacks_all
-from shoal.core.errors import CapacityError, TrialError
+from shoal.core.errors import CapacityError
 from shoal.core.plan import ArrayPlace, Job
 from shoal.core.technique import Spilled
 from shoal.core.units import Bytes
@@ -42,11 +41,11 @@ from shoal.fusion.finish import FROZEN
 from shoal.fusion.stacked import is_of_base
 from shoal.habits import trained
 from shoal.memory.ledger import Ledger
-from shoal.memory.store import same_bits
 from shoal.partition.track import AllocationTracker
 from shoal.program.ir import Op
 from shoal.recipe import read_data, to_device
 from shoal.rng import capture_rng, restore_rng
+from shoal.runtime.arrays.onebase import require_untouched
 from shoal.runtime.arrays.spilled import SpilledArray
 from shoal.runtime.binding import is_stored, place_on_host
 from shoal.runtime.compute import tensors_of
@@ -556,15 +555,6 @@ def _bring(session: Session) -> None:
             state[key] = host.states[name][key].to(device, copy=True)
 
 
-def _require_untouched(name: str, parameter: Tensor, before: Tensor) -> None:
-    if not same_bits(parameter, before):
-        raise TrialError(
-            f"{name!r} is frozen, and the trials of its array have it in memory once: something "
-            "has written to it, for all of them. What was saved before is as it was. Train with "
-            "fuse=False (--fuse off), or do not freeze what is written to."
-        )
-
-
 def _write_back(session: Session) -> None:
     """Bring the host region up to date; nothing of the trial moves.
 
@@ -576,7 +566,7 @@ def _write_back(session: Session) -> None:
     with torch.no_grad():
         for name, parameter in binding.params.items():
             if once and is_of_base(parameter):
-                _require_untouched(name, parameter, host.params[name])
+                require_untouched(name, parameter, host.params[name])
                 continue
             host.params[name].copy_(parameter)
             state = session.optimizer.state.get(parameter, {})

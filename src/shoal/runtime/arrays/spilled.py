@@ -17,13 +17,14 @@ of an array that begin or end together move it once. One that is saved takes its
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from shoal.bound import bound
+from shoal.core.arraykeys import has_one_base
 from shoal.core.technique import Spilled, kept_heads, kept_shards
 from shoal.device import Device
 from shoal.fusion import Array, Member
@@ -32,10 +33,12 @@ from shoal.fusion.batches import layout_of
 from shoal.fusion.constants import RATES
 from shoal.fusion.declined import Declined
 from shoal.fusion.sharded import ShardBackend
+from shoal.fusion.stacked import other_base
 from shoal.fusion.unplaced import Unplaced
 from shoal.memory.layout import arena, as_it_travels, lenders
 from shoal.memory.ledger import Ledger
-from shoal.memory.stacking import stacked_layout
+from shoal.memory.stacking import base_of, stacked_layout
+from shoal.memory.store import same_bits
 from shoal.partition.build import build_chain
 from shoal.partition.chain import Chain
 from shoal.partition.compiled import eagerly
@@ -44,6 +47,7 @@ from shoal.partition.transplant import obstacle
 from shoal.program.ir import Program
 from shoal.recipe import HP, Recipe, build_model, evaluate_metrics, read_data
 from shoal.rng import RngState, capture_rng, restore_rng, seed_all
+from shoal.runtime.arrays.onebase import require_untouched
 from shoal.runtime.arrays.spilledsession import ArrayCompute, Row, StackedSession, row_of
 from shoal.runtime.arrays.units import StackedUnits
 from shoal.runtime.binding import Placed, place_on_host
@@ -128,7 +132,10 @@ class SpilledArray:
         self._technique, self._width = job.technique, job.array.width
         num_layers = job.shards[-1].layers[1]
         self._chain = chain_for(recipe, first.hp, job.seed, self._where, num_layers)
-        rows = stacked_layout(first.layout, self._width)
+        self._one_base = has_one_base(job.numerics)
+        homes = first.layout.shards if self._one_base else ()
+        self._base = frozenset[str]().union(*map(base_of, homes))
+        rows = stacked_layout(first.layout, self._width, one_base=self._one_base)
         self._layout = as_it_travels(rows, self._technique, (), sums=False)
         self._ledger, self._record, self._room = ledger, record, room
         self._clip, self._accumulate = recipe.clip_grad_norm is not None, recipe.accumulate
@@ -136,6 +143,7 @@ class SpilledArray:
         self._seat: Seat[StackedSession] | None = None
         self._job, self._recipe = job, recipe
         self._broken: BaseException | None = None  # why a program ended in the middle
+        self._is_untouched = True  # the base, as far as is known since the last program
 
     # -- who is here ------------------------------------------------------------------
 
@@ -145,7 +153,9 @@ class SpilledArray:
             self._open(slot, member)
             for empty in range(self._width):  # somebody's weights, where nobody is
                 self._fill(empty, session)
+            self._fill_base(session)
         else:
+            self._require_base(session)
             self._bring_home()
             self._array.refill(slot, member)
         self._take(slot, session)
@@ -157,11 +167,31 @@ class SpilledArray:
         self._fill(slot, session)
 
     def _fill(self, slot: int, session: Session) -> None:
-        """A slot's rows as a trial's home has them."""
+        """A slot's rows as a trial's home has them; but the base, which is there."""
         for home, rows in self._rows(session, slot):
-            _copy(home.params, rows.params)
+            _copy(home.params, self._own(rows.params))
             for name, states in home.states.items():
                 _copy(states, rows.states[name])
+
+    def _own(self, params: _Tensors) -> _Tensors:
+        """Those that each slot has for itself."""
+        return {name: tensor for name, tensor in params.items() if name not in self._base}
+
+    def _bases(self, session: Session) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """What is there once: its name, as the trial's home has it, and as the array has it."""
+        for home, row in self._rows(session, 0):
+            here = self._base & home.params.keys()
+            yield from ((name, home.params[name], row.params[name]) for name in sorted(here))
+
+    def _fill_base(self, session: Session) -> None:
+        for _, home, mine in self._bases(session):
+            mine.copy_(home)
+
+    def _require_base(self, session: Session) -> None:
+        """Raise Declined where a trial's base is another one."""
+        for name, home, mine in self._bases(session):
+            if not same_bits(home, mine):
+                raise Declined(other_base(name))
 
     def _open(self, slot: int, member: Member) -> None:
         array = Array(
@@ -169,11 +199,14 @@ class SpilledArray:
             device=self._where,
             backend=ShardBackend(),
             usual=self._usual,
+            one_base=self._one_base,
             stacking=Unplaced,
         )
         array.widen(slot, self._width)
         stacked = array.crew.stacked
         assert isinstance(stacked, Unplaced)
+        if stacked.base != self._base:
+            raise Declined("of its frozen weights some are planned as trained")
         session = StackedSession(
             self._job, self._recipe, self._layout, stacked, self._width, self._where
         )
@@ -237,12 +270,15 @@ class SpilledArray:
         session = stacked.trials[slot]
         for shard, (home, rows) in enumerate(self._rows(session, slot)):
             params, states_now = self._current(shard, slot, rows)
-            _copy(params, home.params)
+            _copy(params, self._own(home.params))
+            for name in self._base & home.params.keys() if not self._is_untouched else ():
+                require_untouched(name, params[name], home.params[name])
             for name, states in home.states.items():
                 _copy(states_now[name], states)
                 entry = session.optimizer.state[session.binding.params[name]]
                 for key in session.binding.stateful.get(name, ()):
                     entry[key] = states[key]
+        self._is_untouched = True  # of all trials, whose homes had it when they came
         session.put_buffers_back()
 
     def _current(self, shard: int, slot: int, rows: Placed) -> tuple[_Tensors, _States]:
@@ -335,6 +371,7 @@ class SpilledArray:
         if self._broken is not None:
             raise self._broken
         try:
+            self._is_untouched = False
             self._play(Task(program, kind))
         except BaseException as error:
             self._broken = error

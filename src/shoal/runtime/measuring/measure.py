@@ -212,7 +212,7 @@ class Measurer:
         trial = order.trial.number
         with eagerly():
             bench = self._bench_of(order.trials)
-            found = bench.shards(order.trials, order.width, order.cuts, order.num_layers)
+            found = bench.shards(order)
         self._bench_until = time.monotonic() + BENCH_S
         return MeasuredArrayShards(
             trial, found.found, found.declined, is_over=found.is_over, build_s=found.build_s

@@ -11,6 +11,7 @@ shard too, as closely as a dry run compares an array with its trials.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import time
@@ -101,7 +102,8 @@ class StackedMeasure:
     """Measures the shards of an array of ``members``, which are in host memory, as their batches.
 
     ``meter`` counts what is on the device; ``wall`` says the time when all that was launched is
-    done. ``as_whole``: held against the array as a whole, or against trials alone.
+    done. ``as_whole``: held against the array as a whole, or against trials alone. ``one_base``:
+    what is frozen is there once.
     """
 
     def __init__(
@@ -113,10 +115,11 @@ class StackedMeasure:
         wall: Callable[[], float] = time.perf_counter,
         *,
         as_whole: bool = True,
+        one_base: bool = False,
     ) -> None:
         self._members, self._batches, self._chain = members, list(batches), chain
         self._meter, self._wall, self._as_whole = meter, wall, as_whole
-        self._device = meter.device
+        self._device, self._one_base = meter.device, one_base
 
     def shards(self, cuts: Sequence[int]) -> tuple[ShardSpec, ...]:
         """The shards between ``cuts``; parameters, state and steps are the caller's to fill.
@@ -148,7 +151,8 @@ class StackedMeasure:
                 members,
                 device=where,
                 backend=backend,
-                stacking=lambda modules: Unplaced(modules, where),
+                one_base=self._one_base,
+                stacking=functools.partial(Unplaced, device=where),
             )
             usual = layout_of(self._batches[0])
             units = StackedUnits(
@@ -268,7 +272,12 @@ class StackedMeasure:
 
     def _whole(self) -> _Outcome:
         """One pass of the array as a whole, in host memory."""
-        array = Array(copies(self._members), device=HOST, backend=StackedBackend())
+        array = Array(
+            copies(self._members),
+            device=HOST,
+            backend=StackedBackend(),
+            one_base=self._one_base,
+        )
         active, scale = [True] * array.width, 1.0 / self._chain.recipe.accumulate
         trained = array.backend.train(array.crew, self._batches, active, scale)
         if trained.failures:
@@ -333,11 +342,12 @@ def _spec(index: int, span: tuple[int, int], costs: Sequence[_Cost]) -> ShardSpe
 
 
 def _stacked_rows(array: Array, names: Sequence[str]) -> dict[str, Tensor]:
-    """The members' parameters as rows, in host memory."""
+    """The members' parameters as rows, in host memory; of the base one for all of them."""
     found = {}
     modules = [member.module for member in array.crew.members]
     for name in names:
-        mine = [module.get_parameter(name).detach() for module in modules]
+        some = modules[:1] if name in array.crew.stacked.base else modules
+        mine = [module.get_parameter(name).detach() for module in some]
         rows = found[name] = like_alone(len(mine), mine[0], HOST)
         for row, parameter in zip(rows, mine, strict=True):
             row.copy_(parameter)
@@ -346,7 +356,8 @@ def _stacked_rows(array: Array, names: Sequence[str]) -> dict[str, Tensor]:
 
 def _place(stacked: Unplaced, placed: Mapping[str, Tensor]) -> None:
     for name, tensor in placed.items():
-        stacked.place(name, tensor)
+        width = len(stacked.parameters[name])
+        stacked.place(name, tensor.expand(width, *tensor.shape[1:]))
 
 
 def _norms(array: Array) -> None:

@@ -67,7 +67,7 @@ from shoal.runtime.measuring.readying import (
 )
 from shoal.runtime.measuring.slices import in_slice, waited_s
 from shoal.runtime.measuring.stackedmeasure import StackedMeasure
-from shoal.runtime.messages import ArrayTry, MeasureArray, TimeArray
+from shoal.runtime.messages import ArrayTry, MeasureArray, MeasureArrayShards, TimeArray
 
 TRIED = 4  # trials that are compared, one step as an array with one step of each alone
 COMPARED_S = 1.0  # and the others of an array too, where that takes no longer
@@ -412,18 +412,16 @@ class ArrayBench:
 
     # -- in shards --------------------------------------------------------------------
 
-    def shards(
-        self, trials: Sequence[TrialSpec], width: int, cuts: Sequence[int], num_layers: int
-    ) -> Shards:
-        """An array of ``width`` in shards; why there is none, in words."""
-        crowd, trial = self._crowd, self._first
+    def shards(self, order: MeasureArrayShards) -> Shards:
+        """An array in shards; why there is none, in words."""
+        crowd, trial, width = self._crowd, self._first, order.width
         self._works, self._alone = (), None
-        crowd.trials = trials
+        crowd.trials, crowd.one_base = order.trials, order.one_base
         crowd.grow(width)
         began = time.perf_counter()
         try:
             hp = HyperParameters(trial.hp)
-            chain = chain_for(self._recipe, hp, trial.seed, self._where, num_layers)
+            chain = chain_for(self._recipe, hp, trial.seed, self._where, order.num_layers)
             build_s = Seconds(time.perf_counter() - began)
             measure = StackedMeasure(
                 crowd.members[:width],
@@ -432,8 +430,9 @@ class ArrayBench:
                 self.meter,
                 self._clock,
                 as_whole=self._where.type == "cpu",
+                one_base=order.one_base,
             )
-            return Shards(measure.shards(cuts), "", build_s=build_s)
+            return Shards(measure.shards(order.cuts), "", build_s=build_s)
         except Declined as error:
             return Shards((), str(error))
         except (RuntimeError, MemoryError) as error:
