@@ -272,7 +272,9 @@ def test_an_array_that_does_not_fit_is_measured_in_shards_within_the_budget():
     whole = ample.build(MeasureArray(TRIALS, WIDTH, "eager"))
     assert not whole.is_over
     assert tight.build(MeasureArray(TRIALS, WIDTH, "eager")).is_over
-    before, found = (one.shards(TRIALS, WIDTH, CUTS, NUM_LAYERS) for one in (ample, tight))
+    before, found = (
+        one.shards(MeasureArrayShards(TRIALS, WIDTH, CUTS, NUM_LAYERS)) for one in (ample, tight)
+    )
     assert not found.declined, found.declined
     assert not found.is_over
     assert tight.meter.peak_bytes <= 72 * KIB
@@ -281,7 +283,7 @@ def test_an_array_that_does_not_fit_is_measured_in_shards_within_the_budget():
 
 
 def test_shards_that_are_too_large_are_no_reason_against_smaller_ones():
-    found = bench(24 * KIB).shards(TRIALS, WIDTH, CUTS, NUM_LAYERS)
+    found = bench(24 * KIB).shards(MeasureArrayShards(TRIALS, WIDTH, CUTS, NUM_LAYERS))
     assert found.is_over
     assert not found.found
 
@@ -290,9 +292,9 @@ def measure(monkeypatch):
     """An array in shards that is held against its trials alone, as on a GPU."""
     monkeypatch.setattr(
         "shoal.runtime.measuring.widths.StackedMeasure",
-        lambda *args, as_whole: StackedMeasure(*args, as_whole=False),
+        lambda *args, as_whole, **given: StackedMeasure(*args, as_whole=False, **given),
     )
-    return bench(96 * KIB).shards(TRIALS, WIDTH, CUTS, NUM_LAYERS)
+    return bench(96 * KIB).shards(MeasureArrayShards(TRIALS, WIDTH, CUTS, NUM_LAYERS))
 
 
 def test_where_there_is_no_room_for_the_whole_it_is_held_against_trials_alone(monkeypatch):
