@@ -10,6 +10,9 @@ import torch
 import traps
 import unlucky
 from listening import Heard
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
 from shoal.alone import evaluate
@@ -27,6 +30,10 @@ WAYS = {
     "kept": Spilled(shards=3, optimizer="host", keep=(0,)),
     "weights": Spilled(shards=3, optimizer="device", keep=(1,), keep_weights=(0,)),
     "turn": Spilled(shards=3, optimizer="host", keep=(), keep_turn=1),
+    "inputs": Spilled(shards=3, optimizer="host", keep=(), boundaries="host"),
+    "inputs, one slot": Spilled(
+        shards=3, optimizer="device", boundaries="host", lookahead=0, lookbehind=0
+    ),
     "gradients": Spilled(shards=3, optimizer="device", keep=(), keep_gradients=2),
 }
 FEW = {  # the others are in the full product
@@ -42,6 +49,11 @@ FEW = {  # the others are in the full product
     ("layered", "host"),
     ("lengths", "weights"),
     ("language", "turn"),
+    ("language", "inputs"),
+    ("conv", "inputs, one slot"),
+    ("lengths", "inputs"),
+    ("accumulate", "inputs"),
+    ("bf16", "inputs, one slot"),
     ("sgd", "gradients"),
 }
 
@@ -111,6 +123,35 @@ def test_an_array_that_does_not_fit_as_a_whole_is_spilled_within_the_budget(run_
     peaks = heard.of(PeakMeasured)
     assert peaks
     assert all(event.peak_bytes <= event.budget_bytes for event in peaks)
+    assert all(event.peak_bytes <= event.predicted_bytes for event in peaks)
+
+
+def many_rows(hp):
+    """Small layers, and batches whose activations are what does not fit; the last is short."""
+    first = nn.Linear(48, 48), nn.Dropout(hp["drop"]), nn.Tanh()
+    return nn.Sequential(*first, *[nn.Linear(48, 48) for _ in range(20)], nn.Linear(48, 3))
+
+
+def rows_to_read(hp):
+    random = torch.Generator().manual_seed(0)
+    x, y = torch.randn(640, 48, generator=random), torch.randint(3, (640,), generator=random)
+    train = TensorDataset(x, y)
+    return DataLoader(train, batch_size=256, shuffle=True), DataLoader(train, batch_size=256)
+
+
+def test_inputs_of_shards_wait_on_the_host_where_they_are_what_does_not_fit(run_study):
+    recipe = shoal.Recipe(
+        model=many_rows, data=rows_to_read, loss=lambda out, batch: F.cross_entropy(out, batch[1])
+    )
+    space, loop, heard = shoal.grid(lr=[0.01, 0.003], drop=[0.1, 0.4]), {"epochs": 2}, Heard()
+    report = run_study(recipe, space, memory="1900KiB", fuse=4, callbacks=[heard], **loop)
+    assert techniques(report) == ["Spilled"] * 4
+    assert squads.widths(report) == [4] * 4
+    rows = Snapshot.of(read_outline(report.directory)).trials
+    assert any("of inputs wait on the host" in why for why in rows[0].why)
+    squads.assert_arrayed(report, report.trials, recipe, 4, **loop)
+    peaks = heard.of(PeakMeasured)
+    assert peaks
     assert all(event.peak_bytes <= event.predicted_bytes for event in peaks)
 
 
@@ -207,7 +248,7 @@ def test_a_weight_that_two_shards_cast_is_no_array_in_shards_and_the_plan_says_s
     [
         (Spilled(order="shard"), "order='shard'"),
         (Spilled(shards=3, keep_activations=(1,), keep=(1,)), "keep_activations=(1,)"),
-        (Spilled(boundaries="host"), "boundaries='host'"),
+        (Spilled(transfer="bf16"), "transfer='bf16'"),
     ],
 )
 def test_what_an_array_has_not_is_refused_by_name(technique, word, tmp_path):

@@ -13,6 +13,9 @@ from math import prod
 from shoal.core import arraykeys
 from shoal.memory.layout import Segment, ShardLayout, TensorSpec, TrialLayout, lay_out
 
+ROWS_APART = 2
+"""Times what a batch of all slots leaves: some may run by themselves, beside the others."""
+
 
 def stacked_layout(layout: TrialLayout, width: int, *, one_base: bool = False) -> TrialLayout:
     """Where the rows of ``width`` trials of this layout lie, shard by shard; without buffers."""

@@ -21,6 +21,7 @@ from shoal.core.spec import NO_SECONDS, PassKind, Scalar, WidthMeasure
 from shoal.core.technique import as_they_travel, kept_shards
 from shoal.core.units import Bytes, Seconds, counted, format_bytes, format_seconds
 from shoal.planner.narrower import Narrower, told
+from shoal.planner.need import waiting_input_bytes
 from shoal.planning.based import BASE
 from shoal.planning.spilling import SpilledArrayPlan
 
@@ -286,9 +287,12 @@ def why_spilled(
         head += f", and the device has {format_bytes(budget)}"
     kept = len(kept_shards(technique))
     stays = f", {counted(kept, 'of them stays', 'of them stay')} on the device" if kept else ""
+    inputs = waiting_input_bytes(plan.measure.shards, technique, 1)
+    waits = (f"{format_bytes(inputs)} of inputs wait on the host between forward and backward",)
     return (
         f"{head}: the array is in {counted(count, 'shard')}{stays}; with the optimizer's step on "
         f"the {technique.optimizer} {format_bytes(plan.need.moved)} move over the link in a step",
         f"a step of the array should take {format_seconds(plan.step_s)}, with what moves",
+        *(waits if inputs else ()),
         f"the trials' rows of it take {format_bytes(plan.host_bytes)} more of host memory",
     )

@@ -13,15 +13,23 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from shoal.core.plan import Job
-from shoal.core.spec import ALIGNMENT, NO_SECONDS, JobMeasure, LayerMeasure, ShardSpec, TrialSpec
+from shoal.core.spec import (
+    ALIGNMENT,
+    NO_SECONDS,
+    JobMeasure,
+    LayerMeasure,
+    Place,
+    ShardSpec,
+    TrialSpec,
+)
 from shoal.core.technique import Spilled, Technique, kept_shards, kept_weights
 from shoal.core.units import Bytes, Seconds, format_bytes, round_up
 from shoal.memory.chunks import in_chunks
 from shoal.memory.layout import Field, TrialLayout, as_it_travels
-from shoal.memory.stacking import stacked_layout
+from shoal.memory.stacking import ROWS_APART, stacked_layout
 from shoal.planner.choose import choices
 from shoal.planner.keep import keep_best
-from shoal.planner.need import Need, Request, need
+from shoal.planner.need import Need, Request, need, waiting_input_bytes
 from shoal.planner.price import Speeds, price
 from shoal.planner.room import Room
 from shoal.planner.width import MOST, InShards
@@ -51,15 +59,17 @@ class Rows(NamedTuple):
         return stacked_layout(home, self.width, one_base=self.one_base)
 
 
+HOST: Place = "host"
+"""Where inputs of shards are tried last: more than a plan on paper says may not fit the device."""
 ASKED = Spilled(
     recompute=True,
-    boundaries="device",
     transfer="fp32",
     order="micro",
     keep_activations=(),
     spill_activations=(),
 )
-"""What of a technique an array leaves open: how many shards, what stays, where the steps are."""
+"""What of a technique an array leaves open: how many shards, what stays, where the steps are and
+inputs of shards wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,15 +160,36 @@ class Spilling:
             return str(whole)
         if not whole.measure.cuttable:
             return "; ".join(whole.measure.notes) or "the model cannot be cut into shards"
-        request = replace(self.request, technique=self._technique(fits))
-        paper = array_measure(whole.measure, rows)
+        asked, closest = self._technique(fits), None
+        for place in (asked.boundaries,) if asked.boundaries else (None, HOST):
+            request = replace(self.request, technique=replace(asked, boundaries=place))
+            found = self._in_shards(asking, trials, rows, whole.measure, request)
+            if isinstance(found, SpilledArrayPlan | str):
+                return found
+            closest = closest or found
+        budget = format_bytes(self.budget)
+        if closest is None:
+            return f"in shards {width} of them need more than {budget} in any cut"
+        needs = format_bytes(closest.total)
+        return f"in shards {width} of them need {needs} or more, and the device has {budget}"
+
+    def _in_shards(
+        self,
+        asking: Asking,
+        trials: Sequence[TrialSpec],
+        rows: Rows,
+        whole: JobMeasure,
+        request: Request,
+    ) -> SpilledArrayPlan | Need | str | None:
+        """The same of a request; what one that is too large needs, where any was seen."""
         closest: Need | None = None
+        paper = array_measure(whole, rows)
         found = choices(paper, self.budget, (1,), request, self.speeds)
         for choice in itertools.islice(found, MOST_CUTS):
-            exact = asking.answer(MeasureShards(trial, choice.cuts))
+            exact = asking.answer(MeasureShards(trials[0], choice.cuts))
             num_layers = len(paper.layers)
             order = MeasureArrayShards(
-                tuple(trials[:MOST]), width, choice.cuts, num_layers, rows.one_base
+                tuple(trials[:MOST]), rows.width, choice.cuts, num_layers, rows.one_base
             )
             stacked = asking.answer(order)
             if not isinstance(exact, Measured) or exact.layout is None:
@@ -167,20 +198,16 @@ class Spilling:
             exact = replace(exact, measure=cut)
             if not isinstance(stacked, MeasuredArrayShards):
                 return str(stacked)
-            if stacked.declined:
-                return stacked.declined
             if stacked.is_over:  # smaller shards may do
                 continue
+            if stacked.declined:
+                return stacked.declined
             measure = with_shards(paper, stacked.shards, exact, rows)
             plan = self._plan(measure, exact, choice.technique, request, rows)
             if isinstance(plan, SpilledArrayPlan):
                 return replace(plan, build_s=stacked.build_s)
             closest = plan
-        budget = format_bytes(self.budget)
-        if closest is None:
-            return f"in shards {width} of them need more than {budget} in any cut"
-        needs = format_bytes(closest.total)
-        return f"in shards {width} of them need {needs} or more, and the device has {budget}"
+        return closest
 
     def lone_s(self, job: Job) -> Seconds:
         """What a step of a trial that is spilled alone takes, with what moves."""
@@ -224,6 +251,7 @@ class Spilling:
         batch, shards = measure.batch_bytes, measure.shards
         step_s = price(shards, batch, kept[0], request, self.speeds, 1).step_s
         waiting = rows_waiting(rows) if request.micro_batches > 1 else 0
+        inputs = waiting_input_bytes(shards, kept[0], request.micro_batches)
         return SpilledArrayPlan(
             technique=kept[0],
             measure=measure,
@@ -235,7 +263,7 @@ class Spilling:
             lone=exact.measure,
             lone_technique=lone[0],
             lone_need=lone[1],
-            host_bytes=Bytes(rows.num_bytes + waiting),
+            host_bytes=Bytes(rows.num_bytes + waiting + ROWS_APART * inputs),
         )
 
 
@@ -269,7 +297,6 @@ def asked_of(forced: Technique | None) -> tuple[Spilled, str]:
         f"{name}={getattr(forced, name)!r}"
         for name, default in (
             ("order", ("micro",)),
-            ("boundaries", ("device",)),
             ("transfer", ("fp32",)),
             ("master", ("float32",)),
             ("recompute", (True, "auto")),
@@ -284,7 +311,7 @@ def asked_of(forced: Technique | None) -> tuple[Spilled, str]:
     settled = {
         name: getattr(ASKED, name)
         for name in (
-            *("recompute", "boundaries", "transfer", "order"),
+            *("recompute", "transfer", "order"),
             *("keep_activations", "spill_activations"),
         )
     }
@@ -321,7 +348,7 @@ def _layer_times(layer: LayerMeasure, rows: Rows) -> LayerMeasure:
         forward_s=Seconds(width * layer.forward_s),
         backward_s=Seconds(width * layer.backward_s),
         step_s=Seconds(width * layer.step_s),
-        private_bytes=Bytes(0),
+        private_bytes=Bytes(width * layer.private_bytes),
         stash_bytes=Bytes(width * layer.stash_bytes),
         gradient_bytes=None if gradient is None else Bytes(width * gradient),
         narrow=None,

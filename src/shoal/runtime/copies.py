@@ -157,18 +157,18 @@ class Copies:
         """Forget a shard's input that waits on the host, less what others turned out to read."""
         private = self._units.private(action.shard, micro)
         for wire in micro.away[action.shard].keys() & private.keys():
-            del micro.wires[wire]
+            micro.forget_wire(wire)
 
     def load_boundary(self, action: Action, micro: Micro) -> list[Copy]:
         """The copies of a shard's input back to the device, into memory of its own."""
         copies = []
         for wire, source in micro.away.pop(action.shard).items():
-            if wire in micro.wires:
+            if micro.has_wire(wire):
                 continue
             back = torch.empty_strided(
                 source.size(), source.stride(), dtype=source.dtype, device=self._device
             )
-            micro.wires[wire] = back
+            micro.put_wire(wire, back)
             copies.append((back, source))
         return _some(copies)
 

@@ -65,6 +65,18 @@ class Micro:
     losses: Losses | None = None  # of a step of one's own
     metrics: dict[str, float] | None = None  # of an evaluation of one's own
 
+    def has_wire(self, wire: Any) -> bool:
+        """Whether it is on the device."""
+        return wire in self.wires
+
+    def forget_wire(self, wire: Any) -> None:
+        """It waits elsewhere now."""
+        del self.wires[wire]
+
+    def put_wire(self, wire: Any, tensor: Tensor) -> None:
+        """It is back."""
+        self.wires[wire] = tensor
+
     def tensors(self) -> list[Tensor]:
         """Everything held, for the byte count."""
         held = [*self.wires.values(), *self.grads.values(), *self.tied.values()]

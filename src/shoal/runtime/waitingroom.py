@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shoal.core.plan import Job
 from shoal.core.technique import Spilled
+from shoal.memory.stacking import ROWS_APART
 from shoal.memory.store import Staging
 from shoal.spill import generate
 
@@ -81,15 +82,16 @@ def saved_of(shard: int) -> Hashable:
 def planned_places(job: Job) -> dict[Hashable, int]:
     """What a step of a spilled trial has waiting on the host, as it was measured, in bytes.
 
-    An array's inputs and what its forwards saved stay on the device.
+    Slots of an array whose batch is another one wait beside the others.
     """
     technique, shards = job.technique, job.shards
-    if not isinstance(technique, Spilled) or job.array is not None:
+    if not isinstance(technique, Spilled):
         return {}
+    times = 1 if job.array is None else ROWS_APART
     away = generate.route_of(technique, shards).away
     at_once = job.micro_batches if technique.order == "shard" else 1
     sizes = {
-        input_of(shard, micro): shards[shard].private_bytes + WIRES * ALIGNED
+        input_of(shard, micro): times * shards[shard].private_bytes + WIRES * ALIGNED
         for shard in away
         for micro in range(at_once)
     }

@@ -15,7 +15,7 @@ from shoal.core.spec import JobMeasure, LayerMeasure, TrialSpec
 from shoal.core.technique import Pipelined, Resident, Spilled
 from shoal.core.units import Bytes, Seconds
 from shoal.fusion.match import Signature
-from shoal.memory.layout import Segment, TrialLayout
+from shoal.memory.layout import Segment, TrialLayout, lay_out
 from shoal.planner.need import Need, Request
 from shoal.planner.price import Speeds
 from shoal.planning.arrayjobs import ArraySlot, in_spilled_array
@@ -28,7 +28,17 @@ from shoal.planning.spilling import (
     array_measure,
     asked_of,
 )
-from shoal.runtime.messages import ArrayTry, Measured, MeasuredArray, TimeArray, TimedArray
+from shoal.runtime.messages import (
+    ArrayTry,
+    Measure,
+    MeasureArrayShards,
+    Measured,
+    MeasuredArray,
+    MeasuredArrayShards,
+    MeasureShards,
+    TimeArray,
+    TimedArray,
+)
 from shoal.testing import make_device, make_job
 
 SIGNATURE = Signature((("the model", "one"),))
@@ -107,7 +117,6 @@ def test_what_is_forced_stays_forced_and_an_array_recomputes():
     "named",
     [
         {"order": "shard"},
-        {"boundaries": "host"},
         {"transfer": "bf16"},
         {"recompute": False},
         {"spill_activations": (0,), "shards": 4},
@@ -144,6 +153,29 @@ def spilling(**changes):
 def test_where_there_is_none_it_says_why(reply, words):
     trial = TrialSpec(number=0, hp={}, seed=0)
     assert words in spilling().find(Answers(reply), [trial], 4)
+
+
+class Cut:
+    """Answers as a worker whose device has no room for an array in these shards."""
+
+    def __init__(self):
+        self.asked = []
+
+    def answer(self, order):
+        self.asked.append(order)
+        if isinstance(order, Measure):
+            return Measured(0, measure([layer(1)] * 9), None)
+        if isinstance(order, MeasureShards):
+            return Measured(0, measure([layer(1)] * 9), lay_out([], [], {}, {}, ()))
+        return MeasuredArrayShards(0, (), "cannot allocate memory", is_over=True)
+
+
+def test_no_room_in_one_cut_is_no_reason_against_others():
+    trial, asking = TrialSpec(number=0, hp={}, seed=0), Cut()
+    words = spilling().find(asking, [trial], 4)
+    assert words == "in shards 4 of them need more than 100 B in any cut"
+    cuts = [order.cuts for order in asking.asked if isinstance(order, MeasureArrayShards)]
+    assert len(set(cuts)) > 1
 
 
 def test_a_study_that_may_not_asks_nobody():

@@ -100,6 +100,10 @@ class OddSlots:
         if shard == len(self._spans) - 1:  # of an evaluation; a step ends with a backward
             self._end(slot)
 
+    def private(self, shard: int, slot: int, micro: Micro) -> dict[Any, Tensor]:
+        """Of a shard's input, what no other shard reads."""
+        return self._units(slot).private(shard, micro)
+
     def backward(self, shard: int, slot: int, micro: Micro, *, is_last: bool) -> float | None:
         """A backward; the loss when it is the last shard's.
 

@@ -43,7 +43,7 @@ from shoal.partition.units import (
     require_known_gradients,
     wire_roots,
 )
-from shoal.partition.wires import Wire
+from shoal.partition.wires import Wire, storage_key
 from shoal.program.ir import Program
 from shoal.runtime.arrays.oddslots import OddSlots
 from shoal.runtime.units import Micro
@@ -58,6 +58,13 @@ class Result(NamedTuple):
     losses: Tensor
     outputs: Sequence[Any] = ()
     counted: Sequence[bool] = ()  # slots that took part
+
+
+class Apart(NamedTuple):
+    """What enters a shard for a slot that runs by itself."""
+
+    slot: int
+    wire: Any
 
 
 @dataclass(slots=True)
@@ -77,6 +84,27 @@ class StackedMicro(Micro):
     apart: dict[int, Micro] = field(default_factory=dict)
     failures: dict[int, BaseException] = field(default_factory=dict)
     is_last: bool = True
+
+    def has_wire(self, wire: Any) -> bool:
+        """Whether it is on the device, or nobody is to read it any more."""
+        if isinstance(wire, Apart):
+            own = self.apart.get(wire.slot)
+            return own is None or own.has_wire(wire.wire)
+        return Micro.has_wire(self, wire)
+
+    def forget_wire(self, wire: Any) -> None:
+        """It waits elsewhere now."""
+        if isinstance(wire, Apart):
+            self.apart[wire.slot].forget_wire(wire.wire)
+        else:
+            Micro.forget_wire(self, wire)
+
+    def put_wire(self, wire: Any, tensor: Tensor) -> None:
+        """It is back."""
+        if isinstance(wire, Apart):
+            self.apart[wire.slot].put_wire(wire.wire, tensor)
+        else:
+            Micro.put_wire(self, wire, tensor)
 
     def tensors(self) -> list[Tensor]:
         """Everything held, for the byte count."""
@@ -124,9 +152,18 @@ class StackedUnits:
         return []
 
     def private(self, shard: int, micro: Micro) -> dict[Any, Tensor]:
-        """Of a shard's input, what no other shard reads."""
-        before, here = self._spans[shard - 1 : shard + 1]
-        return private_wires(self._chain, micro.context, before, here, micro.wires)
+        """Of a shard's input, what no other shard reads; of slots by themselves too."""
+        assert isinstance(micro, StackedMicro)
+        found: dict[Any, Tensor] = {}
+        if micro.wires:
+            before, here = self._spans[shard - 1 : shard + 1]
+            wires = private_wires(self._chain, micro.context, before, here, micro.wires)
+            there = {storage_key(b) for b in self._crew().stacked.buffers.values()}
+            found |= {w: t for w, t in wires.items() if storage_key(t) not in there}
+        for slot, own in micro.apart.items():
+            alone = self._odd.private(shard, slot, own)
+            found |= {Apart(slot, wire): tensor for wire, tensor in alone.items()}
+        return found
 
     def restart(self, micro_batches: int) -> None:
         """A step of so many micro-batches begins, or an evaluation of one batch."""

@@ -58,6 +58,7 @@ class _Cost:
     stash: int = 0
     backward_peak: int = 0
     carry: int = 0
+    private: int = 0  # of what enters it, what no other shard reads
     forward_s: float = math.inf
     backward_s: float = math.inf
 
@@ -65,7 +66,7 @@ class _Cost:
     def bytes(self) -> tuple[int, ...]:
         """All that was counted."""
         peaks = self.forward_peak, self.backward_peak
-        return (*peaks, self.left, self.stash, self.carry)
+        return (*peaks, self.left, self.stash, self.carry, self.private)
 
 
 @dataclass(slots=True)
@@ -215,6 +216,8 @@ class StackedMeasure:
             return
         cost.stash = sum(b.nbytes for b in micro.buffers.get(shard, {}).values())
         cost.left = max(0, tracker.current_bytes - cost.stash)
+        leaves = walk.units.private(shard + 1, micro)
+        walk.costs[shard + 1].private = stored_bytes(leaves.values())
         cost.forward_peak = tracker.peak_bytes
 
     def _backward(self, walk: _Walk, shard: int) -> None:
@@ -338,6 +341,7 @@ def _spec(index: int, span: tuple[int, int], costs: Sequence[_Cost]) -> ShardSpe
         forward_s=Seconds(cost.forward_s),
         backward_s=Seconds(cost.backward_s),
         stash_bytes=Bytes(cost.stash),
+        private_bytes=Bytes(min(cost.private, costs[index - 1].left) if index else 0),
     )
 
 
