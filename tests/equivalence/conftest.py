@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import staging
+import twins
 import zoo
 from listening import Heard, Orders, short_leases
 from watching import STEPS, Watched
@@ -105,3 +106,31 @@ def interrupted(tmp_path, warm_workers, monkeypatch):
 def after_step(step):
     """Whether an event is of a step as late as that."""
     return lambda event: isinstance(event, StepFinished) and event.step >= step
+
+
+# -- replicas -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run_replicas(run_study):
+    """Run a study with replicas, hold all its trials to the rule, and return the report."""
+
+    seen = []
+
+    def run(recipe, technique, space=None, *, devices=None, options=None, **loop):
+        heard = Heard()
+        loop = loop or {"epochs": 2}
+        report = run_study(
+            recipe,
+            space or LR,
+            technique=technique,
+            devices=devices or technique.width,
+            **{"callbacks": [heard], **loop, **(options or {})},
+        )
+        twins.assert_replicated(report, recipe, technique, **loop)
+        assert not heard.of(TrialReplanned)
+        seen.append(heard)
+        return report
+
+    run.heard = seen
+    return run

@@ -13,12 +13,11 @@ import staging
 import torch
 import traps
 import twins
-from listening import Heard
 
 import shoal
 from shoal import DataParallel
 from shoal.core.errors import PlanError, TrialError
-from shoal.core.event import PeakMeasured, TrialMoved, TrialReplanned
+from shoal.core.event import PeakMeasured, TrialMoved
 from shoal.core.spec import ShardSpec, TrialSpec
 from shoal.core.units import Bytes
 from shoal.observe import read_timeline
@@ -31,31 +30,6 @@ from shoal.verify import verify_trials
 
 DDP, FSDP = DataParallel(width=2), DataParallel(width=2, shard=True)
 BOTH = pytest.mark.parametrize("technique", [DDP, FSDP], ids=["ddp", "fsdp"])
-
-
-@pytest.fixture
-def run_replicas(run_study):
-    """Run a study with replicas, hold all its trials to the rule, and return the report."""
-
-    seen = []
-
-    def run(recipe, technique, space=None, *, devices=None, options=None, **loop):
-        heard = Heard()
-        loop = loop or {"epochs": 2}
-        report = run_study(
-            recipe,
-            space or twins.LR,
-            technique=technique,
-            devices=devices or technique.width,
-            **{"callbacks": [heard], **loop, **(options or {})},
-        )
-        twins.assert_replicated(report, recipe, technique, **loop)
-        assert not heard.of(TrialReplanned)
-        seen.append(heard)
-        return report
-
-    run.heard = seen
-    return run
 
 
 def parameters_of(result):

@@ -27,10 +27,16 @@ class AllocationTracker(TorchDispatchMode):
     allocator tells it (``scratch_bytes`` of the peak are that), and is not seen on a CPU.
     ``device`` restricts the count to one kind, such as ``"cuda"``. More than ``limit`` bytes at a
     time are refused as a device refuses them, with ``torch.OutOfMemoryError``: what was made is
-    gone with the error.
+    gone with the error. ``resized`` existed before and counts all the same: who owns it gives and
+    takes its memory without an operator, as FSDP2 does with gathered parameters.
     """
 
-    def __init__(self, device: str | None = None, limit: int | None = None) -> None:
+    def __init__(
+        self,
+        device: str | None = None,
+        limit: int | None = None,
+        resized: Iterable[torch.UntypedStorage] = (),
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self.current_bytes = 0
         self.peak_bytes = 0
@@ -38,11 +44,13 @@ class AllocationTracker(TorchDispatchMode):
         self._device, self._limit = device, limit
         self._allocator = None if device == "cpu" else allocator_here()
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._resized = {s._cdata: (s, 0) for s in resized}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        before: set[int] = set()
+        before = set(self._resized)
+        self._follow()
         if func.name() not in _FRESH:
             _note_storages(args, before)
             _note_storages(kwargs, before)
@@ -65,6 +73,13 @@ class AllocationTracker(TorchDispatchMode):
     def restart_peak(self) -> None:
         """Forget the peak so far: from now on it is what is alive, or more."""
         self.peak_bytes, self.scratch_bytes = self.current_bytes, 0
+
+    def _follow(self) -> None:
+        """Count what those have now that are resized without an operator."""
+        for key, (storage, old) in self._resized.items():
+            if (size := storage.nbytes()) != old:
+                self._resized[key] = (storage, size)
+                self._grow(size - old)
 
     def _see(self, tree: Any, before: Collection[int]) -> None:
         """Count the storages of what an operator returned but those that were there before."""

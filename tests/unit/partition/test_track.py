@@ -210,3 +210,21 @@ def test_rows_of_a_data_set_count_as_rows():
     assert sum(read_bytes([rows[:1].expand(24, 8)]).values()) <= rows.nbytes
     ids = torch.zeros(3, 3).to_sparse_coo()
     assert sum(read_bytes([ids]).values()) == sum(s.nbytes() for s in storages_of(ids))
+
+
+def test_what_is_resized_without_an_operator_is_counted_by_its_size():
+    """As FSDP2's gathered parameters: the memory comes and goes, the tensor stays."""
+    gathered = torch.zeros(100)
+    storage = gathered.untyped_storage()
+    storage.resize_(0)
+    with AllocationTracker(resized=[storage]) as tracker:
+        torch.zeros(10)
+        storage.resize_(400)
+        gathered.fill_(1)
+        view = gathered.view(10, 10)
+        assert tracker.current_bytes == 400
+        storage.resize_(0)
+        fresh = torch.zeros(20)
+    assert tracker.current_bytes == fresh.nbytes == 80
+    assert tracker.peak_bytes == 400
+    assert view.numel() == 100

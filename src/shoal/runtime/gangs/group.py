@@ -29,6 +29,7 @@ from torch._C._distributed_c10d import (
     _unregister_all_process_groups,
 )
 from torch.distributed import distributed_c10d as c10d
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shoal.core.errors import TrialError, WorkerError
 from shoal.pipeline.links import Links
@@ -108,17 +109,18 @@ class LinkedWays:
 
 
 class NoWays:
-    """To nobody: for measuring. What others would send is what was last sent to them."""
+    """To nobody: for measuring. What others would send is a copy of what was last sent to them."""
 
     def __init__(self) -> None:
         self._last: dict[int, Tensor] = {}
 
     def put(self, peer: int, kind: int, tensor: Tensor, about: int) -> None:
-        self._last[kind] = tensor.reshape(-1)
+        with _disable_current_modes():  # as ``Links``: it is no memory of the device's
+            self._last[kind] = tensor.reshape(-1).clone()
 
     def get(self, peer: int, kind: int, numel: int, about: int) -> Tensor:
         last = self._last[kind]
-        return last if last.numel() == numel else last.new_zeros(numel)
+        return last.clone() if last.numel() == numel else last.new_zeros(numel)
 
 
 class Later(dist.Work):

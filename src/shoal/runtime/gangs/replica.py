@@ -192,7 +192,7 @@ class Replica:
 
     def count(self) -> None:
         """Count allocations from now on, until ``counted_peak`` is asked for."""
-        self._tracker = AllocationTracker()
+        self._tracker = AllocationTracker(resized=self._engine.gathered)
 
     def counted(self) -> AbstractContextManager[object]:
         """Counts what is allocated inside, while that is on."""

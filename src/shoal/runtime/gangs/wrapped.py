@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.core.errors import TrialError
@@ -86,6 +87,7 @@ class Whole:
         # Which parameters are used may follow from the rows, so torch has to look for unused ones;
         # that it finds none it says on standard error, unless there is one.
         self.root.spare = nn.Parameter(torch.zeros((), device=device))
+        self.gathered: list[torch.UntypedStorage] = []
         self._under_way: list[_Exchange] = []
         self._ddp: DistributedDataParallel | None = DistributedDataParallel(
             self.root,
@@ -215,6 +217,7 @@ class Sharded:
 
     Attributes:
         params: The shards by the parameters' names, plain tensors.
+        gathered: Where whole parameters are while they are gathered; empty in between.
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe, device: torch.device) -> None:
@@ -232,6 +235,7 @@ class Sharded:
             module.set_custom_reduce_scatter(_Reduce(number))
         wrapped.unshard()  # torch settles where the shards lie when they are first used
         wrapped.reshard()
+        self.gathered = [s for module in sharded for s in _gathered_by(module)]
         self._named = {n.removeprefix("model."): p for n, p in self.root.named_parameters()}
         self.params: Mapping[str, Tensor] = {n: _local(p.data) for n, p in self._named.items()}
 
@@ -268,7 +272,7 @@ class Sharded:
     def close(self) -> None:
         """Let go of the shards; nothing is left on the user's own model."""
         self.clear()
-        self._named, self.params = {}, {}
+        self._named, self.params, self.gathered = {}, {}, []
 
 
 def shard_groups(model: nn.Module) -> dict[str, nn.Module]:
@@ -293,6 +297,15 @@ def shard_groups(model: nn.Module) -> dict[str, nn.Module]:
         if keys and not shared.intersection(keys) and block not in found.values():
             found[name] = block
     return found
+
+
+def _gathered_by(module: Any) -> Iterator[torch.UntypedStorage]:
+    """The memory of a block's whole parameters, which is there only while they are gathered."""
+    module.unshard()
+    for parameter in module.parameters():
+        if not isinstance(parameter, DTensor):  # another block's
+            yield parameter.untyped_storage()
+    module.reshard()
 
 
 def _run(module: nn.Module, batch: Batch, weight: float, check: Check) -> float:

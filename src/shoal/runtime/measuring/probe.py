@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from shoal.core.spec import HyperParameters, ReplicaMeasure, ShardSpec, TrialSpe
 from shoal.core.units import Bytes
 from shoal.memory.store import same_bits
 from shoal.optimizers import build_optimizer
-from shoal.partition.track import AllocationTracker, peak_of
+from shoal.partition.track import AllocationTracker
 from shoal.recipe import (
     Batch,
     Recipe,
@@ -154,6 +155,8 @@ class Probe:
                 else:
                     optimizer.step()
             results.append(dict(model.named_parameters()))
+        self._state_part = self._part(e for p in held for e in optimizer.state.get(p, {}).values())
+        self._trained_part = self._part(p for p in held if p.requires_grad)
         for name, whole in results[0].items():
             other = results[1][name].detach()
             self._steps_bits &= same_bits(whole, other)
@@ -171,21 +174,26 @@ class Probe:
         piece = cut_for_replicas(batch, self._width)[0].batch
         model = self._model()
         buffers = sum(buffer.nbytes for buffer in model.buffers())
-        held = alone.parameter_bytes + alone.state_bytes
+        held = float(alone.parameter_bytes + alone.state_bytes)
         step_peak = float(alone.step_peak_bytes)
         if self._shard:
-            rows = sum(slice_of(p, self._width, 0).nbytes for p in model.parameters())
-            part = rows / max(1, sum(p.nbytes for p in model.parameters()))
-            held, step_peak = Bytes(math.ceil(held * part)), step_peak * part
+            held = alone.parameter_bytes * self._part(model.parameters())
+            held += alone.state_bytes * self._state_part
+            step_peak *= self._trained_part
         with put_aside(), joined(GangGroup(0, self._width, NoWays()), self._device):
             engine = (Sharded if self._shard else Whole)(model, self._recipe, self._device)
-            step, after = max(self._step_bytes(engine, piece) for _ in range(2))
-            seen = Bytes(0)
-            if valid is not None:
-                seen = peak_of(lambda: self._evaluate(engine, valid))
+            steps = [self._step_bytes(engine, piece) for _ in range(2)]
+            step, after = (max(found) for found in zip(*steps, strict=True))
+            seen = 0 if valid is None else self._seen_bytes(engine, valid)
             buckets = engine.bucket_bytes
             engine.close()
-        return held + buffers + buckets, max(step, math.ceil(after + step_peak), seen)
+        return math.ceil(held) + buffers + buckets, max(step, math.ceil(after + step_peak), seen)
+
+    def _part(self, values: Iterable[Any]) -> float:
+        """What of tensors is the first replica's, who has the most rows; of their bytes."""
+        wholes = [value for value in values if isinstance(value, Tensor) and value.dim()]
+        rows = sum(slice_of(whole, self._width, 0).nbytes for whole in wholes)
+        return rows / max(1, sum(whole.nbytes for whole in wholes))
 
     def _step_bytes(self, engine: Whole | Sharded, piece: Batch) -> tuple[int, int]:
         """The most that a step's backwards take, and what is left for the optimizer."""
@@ -193,8 +201,10 @@ class Probe:
             parameter.grad = None
         engine.root.train()
         batches = min(2, self._recipe.accumulate)
-        with AllocationTracker() as tracker:
+        with AllocationTracker(resized=engine.gathered) as tracker:
             for micro in range(batches):
+                for buffer in engine.root.buffers():
+                    buffer.clone()  # as the first replica's comes to another one, beside its own
                 last = micro == batches - 1
                 engine.backward(piece, 0.5, last=last, check=lambda value: None)
             engine.finish()
@@ -202,11 +212,14 @@ class Probe:
                 engine.clip(limit)
         return tracker.peak_bytes, tracker.current_bytes
 
-    def _evaluate(self, engine: Whole | Sharded, valid: Batch) -> None:
+    def _seen_bytes(self, engine: Whole | Sharded, valid: Batch) -> int:
+        """The most that a validation batch takes."""
         engine.root.eval()
-        with torch.no_grad():
+        tracker = AllocationTracker(resized=engine.gathered)
+        with tracker, torch.no_grad():
             loss, output = engine.root(valid)
             evaluate_metrics(self._recipe, loss, output, valid)
+        return tracker.peak_bytes
 
 
 def _equal(one: Any, other: Tensor) -> bool:
