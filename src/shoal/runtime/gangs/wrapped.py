@@ -29,6 +29,7 @@ from shoal.partition.discover import NotCuttable, find_candidates
 from shoal.recipe import Batch, Recipe, autocast, compute_loss, model_inputs
 from shoal.replicas import clip_by_shards, shard_norms
 from shoal.runtime.gangs.group import GangGroup
+from shoal.runtime.gangs.unseen import shard_unseen, show_first_layers
 from shoal.runtime.measuring.counting import has_sparse_gradient
 
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13's
@@ -225,7 +226,8 @@ class Sharded:
         self.root = _WithLoss(model, recipe, device)
         mesh = DeviceMesh(device.type, list(range(self._width)))
         for block in shard_groups(model).values():
-            fully_shard(block, mesh=mesh)
+            shard_unseen(block, mesh)
+        show_first_layers(model)
         wrapped: Any = fully_shard(self.root, mesh=mesh)
         sharded = [m for m in self.root.modules() if isinstance(m, FSDPModule)]
         for number, module in enumerate(sharded, 1):
