@@ -59,13 +59,23 @@ class Padded(Around):
 
 
 class Encoder(Around):
-    """Torch's encoder, which looks at its first layer's weights itself."""
+    """Torch's encoder, which looks at its first layer's weights, and nests its input."""
+
+    nests = True
 
     def make_body(self) -> nn.Module:
-        return nn.TransformerEncoder(self.make_layer(), 3, enable_nested_tensor=self.batch_first)
+        return nn.TransformerEncoder(
+            self.make_layer(), 3, enable_nested_tensor=self.nests and self.batch_first
+        )
 
     def attend(self, x: Tensor, padding: Tensor) -> Tensor:
         return self.body(x, src_key_padding_mask=padding)
+
+
+class Flat(Encoder):
+    """One that nests nothing."""
+
+    nests = False
 
 
 class Attention(Around):
@@ -80,7 +90,7 @@ class Attention(Around):
         return x
 
 
-KINDS = {kind.__name__.lower(): kind for kind in (Layers, Padded, Encoder, Attention)}
+KINDS = {kind.__name__.lower(): kind for kind in (Layers, Padded, Encoder, Flat, Attention)}
 
 
 def model(hp):

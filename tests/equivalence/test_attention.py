@@ -13,6 +13,7 @@ import staging
 
 import shoal
 from shoal import DataParallel, Pipelined, Resident, Spilled
+from shoal.core.errors import PlanError
 from shoal.recipe import Recipe
 from shoal.verify import verify_trials
 
@@ -46,6 +47,13 @@ def test_attention_trains_and_evaluates_as_alone(technique, orders, run_study):
     space = shoal.grid(lr=[1e-2], kind=kinds, batch_first=orders)
     report = run_study(RECIPE, space, technique=technique, devices=2, epochs=1)
     _assert_alone(report)
+
+
+@pytest.mark.parametrize("technique", [Spilled(shards=3), Pipelined(stages=2)])
+def test_what_has_no_shape_cannot_be_cut_and_the_plan_says_what_to_do(technique, run_study):
+    space = shoal.grid(lr=[1e-2], kind=["encoder"], batch_first=[True])
+    with pytest.raises(PlanError, match="build it with enable_nested_tensor=False"):
+        run_study(RECIPE, space, technique=technique, devices=2, epochs=1)
 
 
 @pytest.mark.full

@@ -414,6 +414,7 @@ class _Run:
         values = self._writer.write(block.module, block.name, args, kwargs)
         self._require_expected(block)
         arguments = [value for value in values if isinstance(value, Tensor)]
+        _refuse_nested(block, arguments)
         template = self._known_output(position) or block.output.resolved(arguments)
         self._outputs.append(template)
         if self.position == self._stop:
@@ -462,6 +463,17 @@ class _Run:
             names.append(wire if known is None or wire in self._kept else known)
         self._returned.setdefault(name, []).append(Returned(template, tuple(names)))
         return output
+
+
+def _refuse_nested(block: Block, arguments: Sequence[Tensor]) -> None:
+    """Raise TrialError for a tensor without a shape, by which what a block returns is foreseen."""
+    if any(argument.is_nested for argument in arguments):
+        raise TrialError(
+            f"block {block.name!r} is called with a nested tensor, which cannot be handed from "
+            "shard to shard. nn.TransformerEncoder makes one in evaluation where it is given "
+            "src_key_padding_mask: build it with enable_nested_tensor=False, or train this model "
+            "unsharded."
+        )
 
 
 def _expect(blocks: Sequence[Block], position: int, module: nn.Module) -> Block:

@@ -107,7 +107,8 @@ def _compare(chain: Chain, batch: Batch, plain: _Outcome) -> tuple[str, ...]:
         sharded = _sharded_step(chain, batch)
         pairs = [(plain, sharded), *_evaluations(chain, batch)]
     except ShoalError as error:
-        raise NotCuttable(f"the pilot of the sharded run failed: {error}") from error
+        words = str(error).removesuffix(".")
+        raise NotCuttable(f"the pilot of the sharded run failed: {words}") from error
     for first, second in pairs[1:]:
         _require_equal(chain, first, second)
     if chain.record.recomputes:
