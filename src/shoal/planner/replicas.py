@@ -47,7 +47,9 @@ def replicated(
     compute_s += replica.shard.step_s * speeds.device_step / part
     # The first one has the whole batch beside its pieces; all of a step where they are read ahead.
     ahead = micros if measure.num_batches is None else 1
-    held = replica.held_bytes + (ahead + 1) * measure.batch_bytes
+    # And a validation batch for each replica, before all of them are evaluated.
+    batches = max(ahead + 1, width * measure.valid_scale)
+    held = replica.held_bytes + ceil(batches * measure.batch_bytes)
     return Replicated(
         technique=technique,
         replica=replica,

@@ -36,6 +36,14 @@ def plan(tmp_path, warm_workers):
     return plan
 
 
+def validated_on_40(hp):
+    return traps.batches([8] * 4), traps.batches([40], 30)
+
+
+def validated_on_400(hp):
+    return traps.batches([8] * 4), traps.batches([400], 30)
+
+
 # -- what is settled ------------------------------------------------------------------------
 
 
@@ -54,6 +62,17 @@ def test_a_plan_says_who_holds_what_and_what_is_sent(plan):
         "replicas=2",
     ):
         assert part in words, words
+
+
+@pytest.mark.parametrize("technique", [DataParallel(width=3), DataParallel(width=3, shard=True)])
+def test_the_first_replica_has_a_validation_batch_for_each(technique, plan):
+    """Ten times as many rows are ten times the bytes, of all three."""
+    held = []
+    for data in (validated_on_40, validated_on_400):
+        (job,) = plan(twins.recipe(data=data), technique, devices=3).jobs
+        held.append(job.held_bytes)
+    (batch,) = validated_on_40({})[1]
+    assert held[1] - held[0] == 3 * 9 * sum(tensor.nbytes for tensor in batch)
 
 
 def test_shards_hold_less_than_wholes(plan):
