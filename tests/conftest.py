@@ -24,6 +24,7 @@ from shoal.testing import assert_same, plain_loop
 from shoal.verify import read_losses
 
 HERE = Path(__file__).parent
+torch.set_num_threads(1)  # others run beside: threads of a pool would spin while one waits
 if "SHOAL_CUDA_STANDIN" not in os.environ:  # workers are forked, whatever this shell asks for
     for name in (forkserver.HOW, *forkserver.THREADS):
         os.environ.pop(name, None)

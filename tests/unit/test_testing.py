@@ -266,11 +266,18 @@ def test_bf16_is_autocast_over_float32_parameters():
     assert plain.losses == pytest.approx(full.losses, rel=0.1)
 
 
-def test_the_callers_streams_and_threads_are_put_back():
-    before, threads = capture_rng(), torch.get_num_threads()
-    plain_loop(make_recipe(), HP, 2, steps=2, threads=2)
+@pytest.mark.parametrize("asked", [{}, {"threads": 2}])
+def test_the_callers_streams_and_threads_are_put_back(asked):
+    torch.set_num_threads(3)
+    before, during = capture_rng(), []
+
+    def told(hp):
+        during.append(torch.get_num_threads())
+        return build(hp)
+
+    plain_loop(make_recipe(model=told), HP, 2, steps=2, **asked)
     assert same_rng(before, capture_rng())
-    assert torch.get_num_threads() == threads
+    assert (set(during), torch.get_num_threads()) == ({asked.get("threads", 1)}, 3)
 
 
 def test_a_loss_that_is_not_finite_ends_the_loop_before_its_step_unless_ignored():
