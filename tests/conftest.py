@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import itertools
+import linecache
 import os
 import sys
 from collections.abc import Mapping
@@ -14,6 +17,7 @@ import torch
 
 import shoal
 import shoal.pipeline.processes
+import shoal.resume.code
 import shoal.runtime.pool
 from shoal import forkserver
 from shoal.forkserver import ForkServer
@@ -24,6 +28,7 @@ from shoal.testing import assert_same, plain_loop
 from shoal.verify import read_losses
 
 HERE = Path(__file__).parent
+gc.disable()  # until all is collected, see there
 torch.set_num_threads(1)  # others run beside: threads of a pool would spin while one waits
 if "SHOAL_CUDA_STANDIN" not in os.environ:  # workers are forked, whatever this shell asks for
     for name in (forkserver.HOW, *forkserver.THREADS):
@@ -92,6 +97,13 @@ def values_of(item):
     return found
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop():
+    """What is imported and collected stays for good: the garbage collector need not look at it."""
+    gc.freeze()
+    gc.enable()
+
+
 # -- studies ----------------------------------------------------------------------------------
 
 
@@ -105,6 +117,21 @@ def one_fork_server():
             patch.setattr(module, "ForkServer", lambda *modules: server)
         yield
     close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_parse_of_a_text():
+    """Each study of a process describes its recipe, of files that hundreds of studies share."""
+    read = functools.lru_cache(64)(lambda path, text: shoal_file(path))
+    shoal_file = shoal.resume.code._File
+
+    def file_of(path):
+        linecache.checkcache(path)
+        return read(path, "".join(linecache.getlines(path)))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shoal.resume.code, "_File", file_of)
+        yield
 
 
 @pytest.fixture(scope="session")

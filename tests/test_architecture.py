@@ -6,7 +6,7 @@ import ast
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,6 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "shoal"
 MODULES = sorted(PACKAGE.rglob("*.py"))
-TREES = {path: ast.parse(path.read_text()) for path in MODULES}
 LONGEST_FILE = 600
 # Everything that decides or is read by a screen: must work, and start fast, without torch.
 PURE = (
@@ -44,6 +43,12 @@ PURE = (
 )
 
 
+@pytest.fixture(scope="module")
+def trees() -> Mapping[Path, ast.Module]:
+    """Not read before they are needed: every process of a run imports this file."""
+    return {path: ast.parse(path.read_text()) for path in MODULES}
+
+
 def _names(paths: Iterable[Path]) -> list[str]:
     return [str(path.relative_to(PACKAGE)) for path in paths]
 
@@ -52,27 +57,27 @@ def test_a_file_stops_at_600_lines() -> None:
     assert _names(p for p in MODULES if len(p.read_text().splitlines()) > LONGEST_FILE) == []
 
 
-def test_a_module_says_first_what_it_is_for() -> None:
-    said = {path: ast.get_docstring(tree) or "" for path, tree in TREES.items()}
+def test_a_module_says_first_what_it_is_for(trees: Mapping[Path, ast.Module]) -> None:
+    said = {path: ast.get_docstring(tree) or "" for path, tree in trees.items()}
 
     assert _names(path for path, docstring in said.items() if not docstring) == []
     assert _names(path for path, words in said.items() if len(words.partition("\n")[0]) > 99) == []
 
 
-def test_a_package_file_only_gathers_names() -> None:
+def test_a_package_file_only_gathers_names(trees: Mapping[Path, ast.Module]) -> None:
     kinds = (ast.Import, ast.ImportFrom, ast.Assign)
     files = [p for p in MODULES if p.name == "__init__.py" and p.parent != PACKAGE]
 
     assert (
-        _names(p for p in files if not all(isinstance(node, kinds) for node in TREES[p].body[1:]))
+        _names(p for p in files if not all(isinstance(node, kinds) for node in trees[p].body[1:]))
         == []
     )
 
 
-def test_nothing_but_the_ui_prints() -> None:
+def test_nothing_but_the_ui_prints(trees: Mapping[Path, ast.Module]) -> None:
     elsewhere = [path for path in MODULES if not path.is_relative_to(PACKAGE / "ui")]
 
-    assert _names(path for path in elsewhere if _prints(TREES[path])) == []
+    assert _names(path for path in elsewhere if _prints(trees[path])) == []
 
 
 def _prints(tree: ast.Module) -> bool:
