@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import textwrap
+import time
 
+import commands
 import pytest
+from processes import until
 
 import shoal
 from shoal.observe import read_outline
@@ -16,7 +17,7 @@ from shoal.observe.snapshot import Snapshot
 from shoal.verify import verify_trials
 
 SCRIPT = """
-    import os, signal, sys, threading, time
+    import os, time
     from pathlib import Path
 
     import torch
@@ -53,16 +54,7 @@ SCRIPT = """
     )
 
 
-    def kill():
-        while not list((PLACE / "it/trials").glob("*/step-00000010*/manifest.json")):
-            time.sleep(0.001)
-        time.sleep(0.1)  # it is on record
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
     if __name__ == "__main__":
-        if os.environ.get("SLOW"):
-            threading.Thread(target=kill, daemon=True).start()
         hardware = shoal.Hardware.virtual(devices=1, memory="64MiB")
         study.run(hardware=hardware, fuse={fuse!r})
 """
@@ -73,9 +65,15 @@ def test_its_metrics_are_those_of_its_last_step(fuse, keep_finished, tmp_path):
     script = tmp_path / "script.py"
     text = SCRIPT.format(place=str(tmp_path), fuse=fuse, keep_finished=keep_finished)
     script.write_text(textwrap.dedent(text))
-    killed = subprocess.run([sys.executable, script], env=os.environ | {"SLOW": "1"})
-    assert killed.returncode == -signal.SIGKILL
-    assert subprocess.run([sys.executable, script]).returncode == 0
+    with open(os.devnull, "wb") as null:
+        out, slow = null.fileno(), os.environ | {"SLOW": "1"}
+        process = commands.start([str(script)], out, out, slow, tmp_path)
+    trials = tmp_path / "it" / "trials"
+    until(lambda: list(trials.glob("*/step-00000010*/manifest.json")), "nothing of the last step")
+    time.sleep(0.1)  # it is on record
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    commands.run(script, cwd=tmp_path).check_returncode()
     report = shoal.open(tmp_path / "it")
     assert [trial.state for trial in report.trials] == ["FINISHED"] * 2
     for trial in report.trials:

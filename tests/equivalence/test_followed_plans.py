@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import textwrap
 from dataclasses import replace
+from functools import partial
 
+import commands
 import pytest
 import squads
 import torch
@@ -178,10 +178,7 @@ FILE = """
 def test_a_plan_of_the_command_line_is_followed_there(tmp_path):
     (tmp_path / "it.py").write_text(textwrap.dedent(FILE))
 
-    def shoal_(*words):
-        command = [sys.executable, "-m", "shoal", *words]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-
+    shoal_ = partial(commands.run, cwd=tmp_path)
     planned = shoal_("plan", "it.py", "--fuse", "2", "--devices", "cpu:1", "--json")
     (tmp_path / "plan.json").write_text(planned.stdout)
     found = shoal_("run", "it.py", "--plan", "plan.json")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import textwrap
 import time
 
+import commands
 import pytest
 import torch
 from torch import nn
@@ -233,8 +232,8 @@ def test_nothing_is_left_of_a_run_that_is_killed_and_it_goes_on(tmp_path, place)
     (tmp_path / "it.py").write_text(textwrap.dedent(FILE))
     words = ("run", "it.py", "--devices", "cpu:1", "--device-memory", "1MiB")
     words += ("--host-memory", "1MiB", "--spill-dir", str(place))
-    command = [sys.executable, "-m", "shoal", *words]
-    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL)
+    with open(os.devnull, "wb") as null:
+        process = commands.start(words, null.fileno(), null.fileno(), os.environ, tmp_path)
     trial = tmp_path / "runs" / "it" / "trials" / "0000"
     while len(list(trial.glob("step-*"))) < 2:
         assert process.poll() is None
@@ -242,7 +241,7 @@ def test_nothing_is_left_of_a_run_that_is_killed_and_it_goes_on(tmp_path, place)
     process.kill()
     process.wait()
     assert not list(place.iterdir())
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    done = commands.run(*words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "goes on from step" in done.stderr
     assert str(place) in (tmp_path / "runs" / "it" / "plan.json").read_text()

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
+import commands
 import pytest
 import torch
 from torch import nn
@@ -251,7 +250,7 @@ def test_a_damaged_base_costs_a_generation_and_is_not_handed_on(run, tmp_path):
     here = str(Path(__file__).parent)
     script.write_text(textwrap.dedent(SCRIPT.format(here=here, place=str(tmp_path), fuse=False)))
 
-    subprocess.run([sys.executable, script, "999"], check=True)  # other workers than before
+    commands.run(script, "999", cwd=tmp_path).check_returncode()  # other workers than before
 
     report = shoal.open(tmp_path / "it", recipe=RECIPE)
     assert_alone(report)
@@ -292,7 +291,7 @@ def test_killed_and_resumed_it_is_the_same(fuse, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT.format(here=here, place=str(tmp_path), fuse=fuse)))
     for saves in (4, 999):
-        done = subprocess.run([sys.executable, script, str(saves)], env=os.environ)
+        done = commands.run(script, str(saves), cwd=tmp_path)
         assert done.returncode == (0 if saves == 999 else -signal.SIGKILL)
     report = shoal.open(tmp_path / "it", recipe=RECIPE)
     if not fuse:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
+import commands
 import pytest
 
 import shoal
@@ -61,7 +61,7 @@ def ran(folder: Path, end: str, model: str = "build", helper: str = "") -> Path:
     runs = str(folder / "runs")
     text = SCRIPT.format(end=end, runs=runs, model=model, helper=helper)
     (folder / "train.py").write_text(textwrap.dedent(text))
-    done = subprocess.run([sys.executable, "train.py"], cwd=folder, capture_output=True, text=True)
+    done = commands.run("train.py", cwd=folder)
     assert "it was run" in done.stderr or not done.returncode, done.stderr
     return folder / "runs" / "s"
 
