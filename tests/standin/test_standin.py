@@ -1,7 +1,8 @@
-"""The stand-in for CUDA does what it promises. Each case is a program of its own."""
+"""The stand-in for CUDA does what it promises. Each case has a process of its own."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -97,12 +98,6 @@ def same(*arguments, **options):
 
 tokens = torch.randint(11, (2, 6))
 pictures = torch.randn(3, 3, 8, 8)
-"""
-
-END = """
-import os
-
-os._exit(0)  # autograd's thread for the device may meet an interpreter that is being taken down
 """
 
 CASES = {
@@ -300,16 +295,42 @@ assert storage.nbytes() == 0
 }
 
 
+HOST = """
+import json, os, sys, traceback
+
+for line in sys.stdin:
+    read, write = os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            exec(json.loads(line), dict(globals()))
+        except BaseException:
+            os.write(write, traceback.format_exc()[-3000:].encode())
+            os._exit(1)  # autograd's thread for the device may meet an interpreter that ends
+        os._exit(0)
+    os.close(write)
+    _, status = os.waitpid(pid, 0)
+    said = os.fdopen(read, "rb").read().decode()
+    print(json.dumps([os.waitstatus_to_exitcode(status), said]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def host():
+    """A process that has imported torch and the stand-in, and runs each program in a fork."""
+    path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {VARIABLE: "1", ORDER: "1", "PYTHONPATH": path}
+    command = [sys.executable, "-W", "error", "-c", BEGIN + HOST]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment, **pipes) as process:
+        yield process
+        process.stdin.close()
+
+
 @pytest.mark.sample(8)
 @pytest.mark.parametrize("case", CASES)
-def test_stand_in(case):
-    code = BEGIN + textwrap.dedent(CASES[case]) + END
-    path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
-    ran = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        env=os.environ | {VARIABLE: "1", ORDER: "1", "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr[-3000:]
+def test_stand_in(case, host):
+    host.stdin.write(json.dumps(textwrap.dedent(CASES[case])) + "\n")
+    host.stdin.flush()
+    code, said = json.loads(host.stdout.readline())
+    assert code == 0, said
