@@ -7,6 +7,7 @@ import sys
 import textwrap
 import threading
 
+import commands
 import numpy as np
 import pytest
 import torch
@@ -669,9 +670,9 @@ SCRIPT = """
 RUN = "\nreport = study.run(hardware=hardware)\nprint('state:', report.trials[0].state)\n"
 
 
-def run_script(code, *arguments):
+def run_script(*arguments):
     answer = subprocess.run(
-        [sys.executable, *arguments], input=code, capture_output=True, text=True, timeout=120
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=120
     )
     assert answer.returncode == 0, answer.stderr
     return answer.stdout
@@ -683,10 +684,13 @@ def test_a_recipe_defined_in_a_script_works_with_and_without_a_main_guard(guarde
     run = "\nif __name__ == '__main__':" + textwrap.indent(RUN, "    ") if guarded else RUN
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT) + run)
-    assert "state: FINISHED" in run_script(None, str(script), str(tmp_path / "runs"))
+    assert "state: FINISHED" in run_script(str(script), str(tmp_path / "runs"))
 
 
 def test_a_recipe_defined_in_a_notebook_works(tmp_path):
     """A notebook's cells are executed in ``__main__``, which has no file."""
     cells = textwrap.dedent(SCRIPT).replace("sys.argv[1]", repr(str(tmp_path / "runs"))) + RUN
-    assert "state: FINISHED" in run_script(f"exec(compile({cells!r}, '<cell 1>', 'exec'))", "-")
+    kernel = tmp_path / "kernel.py"
+    kernel.write_text(f"del __file__\nexec(compile({cells!r}, '<cell 1>', 'exec'))")
+    told = commands.run(kernel, cwd=tmp_path)
+    assert "state: FINISHED" in told.stdout, told.stderr
