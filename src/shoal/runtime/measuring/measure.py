@@ -86,7 +86,7 @@ from shoal.runtime.measuring.describe import (
 )
 from shoal.runtime.measuring.describe import describe as describe_trials
 from shoal.runtime.measuring.drawing import with_draws
-from shoal.runtime.measuring.meter import free_bytes, rest_on_host
+from shoal.runtime.measuring.meter import Resting, free_bytes, rest_on_host
 from shoal.runtime.measuring.settling import why_changes_matter
 from shoal.runtime.measuring.wholemodel import Built, WholeModel, draws_in_cudnn, step_draws
 from shoal.runtime.measuring.widths import ArrayBench
@@ -142,6 +142,7 @@ class Measurer:
         self._by_tensor = False  # may the chain's optimizer step so
         self._states: Mapping[str, Sequence[TensorSpec]] = {}
         self._bench: ArrayBench | None = None
+        self._resting = Resting()
         self._bench_until = 0.0  # it is to be timed, whoever comes to the device meanwhile
         self._link: tuple[()] | tuple[float, float] | None = None  # not looked at yet
 
@@ -181,6 +182,8 @@ class Measurer:
                 assert self._bench is not None, "an array is built before it is timed"
                 return TimedArray(trial.number, self._bench.time(order))
             self._bench = None
+            if not self._resting.come_back(self._built is not None and self._built.trial == trial):
+                self.forget()
             if isinstance(order, MeasureReplica):
                 return self._measure_replica(trial, order.width, order.shard)
             if isinstance(order, MeasureShards):
@@ -203,7 +206,7 @@ class Measurer:
 
     def _bench_of(self, trials: Sequence[TrialSpec]) -> ArrayBench:
         if self._built is not None:
-            rest_on_host(self._built.model, self._built.optimizer)
+            self._resting.rest(self._built.model, self._built.optimizer)
         if self._bench is None or not self._bench.is_of(trials[0]):
             self._bench = ArrayBench(self._given, self._device, trials, self.captures)
         return self._bench

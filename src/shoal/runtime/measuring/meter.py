@@ -6,7 +6,7 @@ it was counted. What measuring keeps in host memory is not on the device, on any
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -110,13 +110,53 @@ def copied_to(device: torch.device, tensors: Mapping[Key, Tensor]) -> dict[Key, 
     return found
 
 
-def rest_on_host(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Have a GPU's memory be free of what was measured of a trial, which may come back."""
-    if all(parameter.device == HOST for parameter in model.parameters()):
-        return
+def rest_on_host(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None] | None:
+    """Have a GPU's memory be free of what was measured of a trial; None: nothing of it is there.
+
+    What is returned brings it back.
+    """
+    where = next((p.device for p in model.parameters() if p.device != HOST), None)
+    if where is None:
+        return None
     model.to(HOST)
     for parameter in model.parameters():
         parameter.grad = None
-    for entry in optimizer.state.values():
-        entry.update({key: v.cpu() for key, v in entry.items() if isinstance(v, Tensor)})
+    there = [
+        (entry, key)
+        for entry in optimizer.state.values()
+        for key, value in entry.items()
+        if isinstance(value, Tensor) and value.device == where
+    ]
+    for entry, key in there:
+        entry[key] = entry[key].cpu()
     torch.cuda.empty_cache()
+
+    def come_back() -> None:
+        model.to(where)
+        for entry, key in there:
+            entry[key] = entry[key].to(where)
+
+    return come_back
+
+
+class Resting:
+    """What was measured of a trial alone: it makes room for arrays on a GPU, and comes back."""
+
+    def __init__(self) -> None:
+        self._back: Callable[[], None] | None = None
+
+    def rest(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """It is on the host from now on."""
+        if self._back is None:
+            self._back = rest_on_host(model, optimizer)
+
+    def come_back(self, is_wanted: bool) -> bool:
+        """Whether it is where it was; it is to be let go of where it is not."""
+        back, self._back = self._back, None
+        if back is None or not is_wanted:
+            return back is None
+        try:
+            back()
+        except torch.OutOfMemoryError:
+            return False
+        return True
