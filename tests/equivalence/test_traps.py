@@ -294,5 +294,3 @@ def test_an_evaluation_that_is_counted_casts_within_fused_kernels_as_any_other(c
     """The first one of a trial on a device is counted, operation by operation."""
     recipe = make_recipe(FusedWhenEvaluated, data=sequences, precision="bf16")
     check(recipe, shards=0, epochs=2)
-    with pytest.raises(PlanError, match=r"'layers\.0' .* an output is no torch\.float32 tensor"):
-        check(recipe, epochs=2)  # it leaves bfloat16 where it evaluates

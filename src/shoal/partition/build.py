@@ -14,7 +14,8 @@ from shoal.core.errors import ShoalError
 from shoal.partition.callsheet import EmptyCache
 from shoal.partition.chain import Chain, Micro
 from shoal.partition.discover import Candidate, NotCuttable, find_candidates, find_parts
-from shoal.partition.glue import Skeleton
+from shoal.partition.evaluated import with_retyped
+from shoal.partition.glue import Block, Skeleton
 from shoal.partition.owners import Owners, UseRecorder, find_owners
 from shoal.partition.preserve import preserved, same_values
 from shoal.partition.record import Record, make_record
@@ -138,7 +139,9 @@ def _build(source: _Source, candidate: Candidate) -> Chain:
     Raises:
         NotCuttable: it has none; says why.
     """
-    record = _record(source, candidate)
+    record, glue_free = _record(source, candidate), _is_plain(source.model, candidate)
+    if source.recipe.precision != "fp32" and not glue_free:
+        record = replace(record, blocks=_with_retyped(source, record.blocks))
     skeleton = Skeleton(
         model=source.model,
         recipe=source.recipe,
@@ -147,7 +150,7 @@ def _build(source: _Source, candidate: Candidate) -> Chain:
         blocks=record.blocks,
         outside=record.outside,
         reads=record.sheet.reads,
-        glue_free=_is_plain(source.model, candidate),
+        glue_free=glue_free,
         draws=record.draws,
     )
     chain = Chain(skeleton=skeleton, record=record, owners=Owners((), (), ()))
@@ -167,6 +170,11 @@ def _record(source: _Source, candidate: Candidate) -> Record:
                 return make_record(source.model, spy.seen)
         joints = tuple(spy.seen.found)
     raise NotCuttable("what it computes between its blocks changes each time its forward runs")
+
+
+def _with_retyped(source: _Source, blocks: tuple[Block, ...]) -> tuple[Block, ...]:
+    batch = clone_batch(source.batch)
+    return with_retyped(source.model, source.recipe, batch, source.device, blocks)
 
 
 # -- the rehearsal: one forward, layer by layer ---------------------------------------------

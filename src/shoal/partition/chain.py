@@ -20,11 +20,12 @@ from torch.utils._pytree import TreeSpec
 
 from shoal.core.errors import TrialError
 from shoal.partition.callsheet import CallSheet, leaf_wires
+from shoal.partition.evaluated import may_stand_for
 from shoal.partition.glue import Skeleton, run_epilogue, run_head
 from shoal.partition.owners import Owners
 from shoal.partition.record import Record
-from shoal.partition.template import Constant, Template, flatten
-from shoal.partition.wires import Wire, Wires
+from shoal.partition.template import Constant, Shape, Template, flatten
+from shoal.partition.wires import Touch, Wire, Wires
 from shoal.recipe import Batch, Output, Recipe, compute_loss, model_inputs
 
 
@@ -33,13 +34,13 @@ class Micro:
     """One micro-batch on its way through a chain; holds no tensor but the batch.
 
     A section's part of the call sheet is written when its head runs, and again when that is
-    recomputed. ``touched`` are the blocks' outputs whose shape the forward relied on before the
-    block had run.
+    recomputed. ``touched`` are the forward's looks at blocks' outputs, at shape or type, before
+    the block had run.
     """
 
     batch: Batch
     sheet: CallSheet | None = None
-    touched: set[Wire] = field(default_factory=set)
+    touched: set[Touch] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
@@ -304,30 +305,60 @@ class Chain:
                 if isinstance(leaf, Tensor):
                     raise self._unlike_pilot(layer, f"output {index} is a tensor")
                 continue
-            if not isinstance(leaf, Tensor) or leaf.dtype != wanted.dtype:
+            if not isinstance(leaf, Tensor) or not self._may_be(leaf.dtype, position, index):
                 raise self._unlike_pilot(layer, f"an output is no {wanted.dtype} tensor")
-            if leaf.shape != wanted.size:
-                if self._may_rely(micro, position, index):
-                    raise self._unlike_pilot(
-                        layer,
-                        f"an output has shape {tuple(leaf.shape)} where the forward between the "
-                        f"blocks was told {wanted.size}",
-                    )
-                found[index] = replace(wanted, size=tuple(leaf.shape))
+            if leaf.dtype != wanted.dtype and self._looked_at_type(micro, position, index):
+                raise self._of_another_type(layer, leaf.dtype, wanted.dtype)
+            if leaf.shape != wanted.size and self._may_rely_on_size(micro, position, index):
+                raise self._unlike_pilot(
+                    layer,
+                    f"an output has shape {tuple(leaf.shape)} where the forward between the "
+                    f"blocks was told {wanted.size}",
+                )
+            found[index] = _as_found(wanted, leaf)
         return told if tuple(found) == told.leaves else Template(spec, tuple(found))
 
-    def _may_rely(self, micro: Micro, position: int, index: int) -> bool:
+    def _may_rely_on_size(self, micro: Micro, position: int, index: int) -> bool:
         """May the forward have looked at the shape that it was told of a block's output?"""
         if self.skeleton.glue_free:
             return False
         wire = Wire(self.skeleton.sections.layer_of(position), f"out.{index}")
-        return index not in self.skeleton.blocks[position].unsure or wire in micro.touched
+        looked = any(touch.wire == wire for touch in micro.touched)
+        return index not in self.skeleton.blocks[position].unsure or looked
+
+    def _may_be(self, found: torch.dtype, position: int, index: int) -> bool:
+        """May a block's output be of this type, where nothing looked at the one in training?"""
+        block = self.skeleton.blocks[position]
+        told = block.output.leaves[index]
+        assert isinstance(told, Shape)
+        varies = self.skeleton.glue_free or index in block.retyped
+        return may_stand_for(found, told.dtype) if varies else found == told.dtype
+
+    def _looked_at_type(self, micro: Micro, position: int, index: int) -> bool:
+        wire = Wire(self.skeleton.sections.layer_of(position), f"out.{index}")
+        return Touch(wire, size_only=False) in micro.touched
+
+    def _of_another_type(self, layer: int, found: torch.dtype, told: torch.dtype) -> TrialError:
+        return TrialError(
+            f"block {self.layer_names[layer]!r} returns {found} where the forward between the "
+            f"blocks was told {told}, which it is in training, and looked. On a CPU in bf16 torch "
+            "computes its encoder layers by one kernel in evaluation, which leaves bfloat16: "
+            "torch.backends.mha.set_fastpath_enabled(False) where the model is made switches that "
+            "off. Or train this model unsharded."
+        )
 
     def _unlike_pilot(self, layer: int, found: str) -> TrialError:
         return TrialError(
             f"block {self.layer_names[layer]!r} behaves unlike in the pilot: {found}. Give "
             "batches of one shape (but for the batch dimension), or train this model unsharded."
         )
+
+
+def _as_found(told: Shape, leaf: Tensor) -> Shape:
+    """The same object where it turned out as told."""
+    if leaf.shape == told.size and leaf.dtype == told.dtype:
+        return told
+    return replace(told, size=tuple(leaf.shape), dtype=leaf.dtype)
 
 
 def _let_go(sheet: CallSheet, layer: int, alive: Wires) -> None:

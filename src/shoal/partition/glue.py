@@ -45,7 +45,7 @@ from shoal.partition.callsheet import (
 )
 from shoal.partition.sections import Sections
 from shoal.partition.template import Shape, Template, flatten, output_template
-from shoal.partition.wires import Names, Substitution, TouchWatch, Wire, Wires
+from shoal.partition.wires import Names, Substitution, Touch, TouchWatch, Wire, Wires
 from shoal.recipe import Batch, Output, Recipe, compute_loss, model_inputs
 from shoal.rng import capture_rng, restore_rng
 
@@ -57,13 +57,20 @@ class Block:
     """One call of one module: a layer of the chain that is no head.
 
     ``unsure`` are the leaves of its output whose size cannot be told from its arguments' sizes
-    for other batches than the pilot's.
+    for other batches than the pilot's; ``retyped`` those that have another floating type in
+    evaluation than in training.
     """
 
     name: str
     module: nn.Module
     output: Template
     unsure: frozenset[int] = frozenset()
+    retyped: frozenset[int] = frozenset()
+
+    @property
+    def watched(self) -> frozenset[int]:
+        """The leaves that may turn out unlike the stand-ins that the forward looks at."""
+        return self.unsure | self.retyped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +154,7 @@ class Headed(NamedTuple):
 
     part: Part
     made: Wires
-    touched: frozenset[Wire]
+    touched: frozenset[Touch]
 
 
 def run_head(
@@ -257,7 +264,7 @@ class _Run:
         with ExitStack() as stack:
             stack.enter_context(self._calls)
             blocks = self.skeleton.blocks[self._first : self._stop]
-            if not self.skeleton.glue_free and any(block.unsure for block in blocks):
+            if not self.skeleton.glue_free and any(block.watched for block in blocks):
                 stack.enter_context(self._touch)
             if self._arguments & self._real.keys():
                 stack.enter_context(self.substitution)
@@ -421,9 +428,9 @@ class _Run:
             raise _Cut
         names = leaf_wires(self.skeleton.sections.layer_of(position), template)
         output = self._fill(template, names)
-        if block.unsure:
+        if block.watched:
             leaves = flatten(output)[0]
-            for index in block.unsure:
+            for index in block.watched:
                 self._touch.watch(leaves[index], names[index])
         return output
 

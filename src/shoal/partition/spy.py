@@ -312,7 +312,7 @@ class Spy:
             )
         if not same_rng(now, self._rng):
             return True
-        touched = (self._sections.position_of(wire.layer) for wire in self._touch.touched)
+        touched = (self._sections.position_of(t.wire.layer) for t in self._touch.touched)
         if any(position >= self._start for position in touched):
             return True
         tensors = [v for v in values if isinstance(v, Tensor) and not isinstance(v, nn.Parameter)]

@@ -121,12 +121,27 @@ class Substitution(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class Touch(NamedTuple):
+    """That the forward looked at a tensor; with ``size_only`` at nothing that tells its type."""
+
+    wire: Wire
+    size_only: bool
+
+
+_SIZE_ONLY: frozenset[Any] = frozenset(
+    (
+        *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "device")),
+        *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__),
+    )
+)
+
+
 class TouchWatch(TorchFunctionMode):
     """Notes which of the watched tensors the forward looked at, be it only at their shape."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.touched: set[Wire] = set()
+        self.touched: set[Touch] = set()
         self.paused = False
         self._watched: dict[int, tuple[Tensor, Wire]] = {}
 
@@ -138,11 +153,15 @@ class TouchWatch(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if not self.paused and self._watched:
-            leaves = tensors_in((args, kwargs))
-            self.touched.update(
-                self._watched[id(leaf)][1] for leaf in leaves if id(leaf) in self._watched
-            )
+            self._note((args, kwargs), size_only=func in _SIZE_ONLY)
         return func(*args, **(kwargs or {}))
+
+    def _note(self, tree: Any, *, size_only: bool) -> None:
+        self.touched.update(
+            Touch(self._watched[id(leaf)][1], size_only)
+            for leaf in tensors_in(tree)
+            if id(leaf) in self._watched
+        )
 
 
 def tensors_in(tree: Any) -> list[Tensor]:

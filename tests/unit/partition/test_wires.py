@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
 from shoal.partition.taint import CHANCE, BlockOutput, Taint
-from shoal.partition.wires import Names, Substitution, TouchWatch, Wire
+from shoal.partition.wires import Names, Substitution, Touch, TouchWatch, Wire
 
 FIRST, SECOND = Wire(1, "out.0"), Wire(2, "3.1")
 
@@ -80,7 +81,32 @@ def test_a_look_at_a_shape_is_a_touch():
         touch.paused = True
         assert unseen.shape[1] == 3
 
-    assert touch.touched == {FIRST}
+    assert touch.touched == {Touch(FIRST, size_only=True)}
+
+
+SIZES = {
+    "shape": lambda t: t.shape, "size": lambda t: t.size(0), "dim": lambda t: t.dim(),
+    "ndim": lambda t: t.ndim, "len": len, "numel": lambda t: t.numel(),
+    "device": lambda t: t.device,
+}  # fmt: skip
+TYPES = {
+    "dtype": lambda t: t.dtype, "type": lambda t: t.type(), "floating": torch.is_floating_point,
+    "is_floating_point": lambda t: t.is_floating_point(), "itemsize": lambda t: t.itemsize,
+    "element_size": lambda t: t.element_size(), "nbytes": lambda t: t.nbytes,
+    "result_type": lambda t: torch.result_type(t, 1.0), "to": lambda t: t.to(torch.float32),
+    "new": lambda t: t.new_zeros(2), "sum": lambda t: t + 1, "text": repr,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("look", [*SIZES, *TYPES])
+def test_a_look_that_may_tell_the_type_is_told_from_one_at_the_size(look):
+    tensor = torch.zeros(2, 3)
+    with TouchWatch() as touch:
+        touch.watch(tensor, FIRST)
+        (SIZES | TYPES)[look](tensor)
+
+    assert (Touch(FIRST, size_only=False) in touch.touched) == (look in TYPES)
+    assert touch.touched
 
 
 def test_sources_pass_through_operators_and_views_and_end_at_a_name():
