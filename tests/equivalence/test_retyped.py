@@ -36,21 +36,23 @@ class Encoder(nn.Module):
         return self.head(self.body(x, src_key_padding_mask=padded).mean(1))
 
 
-class Listed(nn.Module):
-    """Layers of a list, and a mask of their own."""
+class Fronted(nn.Module):
+    """A layer before the blocks as well."""
 
     def __init__(self):
         super().__init__()
+        self.front = layer()
         self.body = nn.ModuleList(layer() for _ in range(4))
         self.head = nn.Linear(8, 3)
 
     def forward(self, x):
+        x = self.front(x)
         for block in self.body:
             x = block(x, torch.zeros(x.shape[1], x.shape[1]))
         return self.head(x.mean(1))
 
 
-class Residual(Listed):
+class Residual(Fronted):
     """The forward computes between the blocks."""
 
     def forward(self, x):
@@ -59,7 +61,7 @@ class Residual(Listed):
         return self.head(x.mean(1))
 
 
-class Typed(Listed):
+class Typed(Fronted):
     """Looks at the type of what a block returns, before it has run."""
 
     def forward(self, x):
@@ -87,7 +89,7 @@ def recipe_of(kind):
     )
 
 
-@pytest.mark.parametrize("kind", [Encoder, Listed, Residual])
+@pytest.mark.parametrize("kind", [Encoder, Fronted, Residual])
 def test_in_shards_within_what_was_predicted(kind, watch):
     technique = shoal.Spilled(shards=3, optimizer="host", keep=())
     watch(recipe_of(kind), LR, technique, steps=4, exact=True)
@@ -95,7 +97,7 @@ def test_in_shards_within_what_was_predicted(kind, watch):
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("technique", [Pipelined(stages=2), Pipelined(stages=2, shards=4)])
-@pytest.mark.parametrize("kind", [Encoder, Listed])
+@pytest.mark.parametrize("kind", [Encoder, Fronted])
 def test_in_stages(kind, technique, run_staged):
     run_staged(recipe_of(kind), technique)
 
@@ -106,7 +108,7 @@ def test_a_look_at_the_type_between_them_is_refused_in_words(run_study):
 
 
 def test_in_arrays_in_shards(run_study):
-    recipe, space = recipe_of(Listed), shoal.grid(lr=[0.01, 0.003])
+    recipe, space = recipe_of(Fronted), shoal.grid(lr=[0.01, 0.003])
     technique = shoal.Spilled(shards=3, optimizer="host")
     report = run_study(recipe, space, technique=technique, fuse=2, epochs=1, poison=True)
     assert squads.widths(report) == [2, 2]

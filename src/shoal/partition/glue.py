@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -320,7 +320,8 @@ class _Run:
                 args, kwargs = self.substitution.in_leaves((args, kwargs))
                 self._note_handed(name, args, kwargs)
                 self._step_aside(False)
-                output = call(*args, **kwargs)
+                with self._away_from((args, kwargs)):
+                    output = call(*args, **kwargs)
                 self._step_aside(True)
                 return self._note_module(name, output)
             finally:
@@ -328,6 +329,13 @@ class _Run:
                 self._step_aside(False)
 
         return spy
+
+    def _away_from(self, arguments: Any) -> AbstractContextManager[object]:
+        """While a module outside of the blocks runs; looks at types alone need no watch there."""
+        blocks = self.skeleton.blocks[self._first : self._stop]
+        if any(block.retyped for block in blocks) and not any(block.unsure for block in blocks):
+            return self._touch.left_for(arguments)
+        return nullcontext()
 
     def _step_aside(self, aside: bool) -> None:
         """What is done while ``aside`` is not the forward's own doing."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils import _pytree as pytree
 
 
@@ -155,6 +156,22 @@ class TouchWatch(TorchFunctionMode):
         if not self.paused and self._watched:
             self._note((args, kwargs), size_only=func in _SIZE_ONLY)
         return func(*args, **(kwargs or {}))
+
+    @contextmanager
+    def left_for(self, arguments: Any) -> Iterator[None]:
+        """Inside, this mode is not there, if none was entered since; ``arguments`` are touched.
+
+        torch has kernels, as that of an encoder layer in evaluation, that it takes only then.
+        """
+        self._note(arguments, size_only=False)
+        if _get_current_function_mode() is not self:
+            yield
+            return
+        self.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            self.__enter__()
 
     def _note(self, tree: Any, *, size_only: bool) -> None:
         self.touched.update(

@@ -51,6 +51,17 @@ class Typed(Encoders):
         return torch.zeros(x.shape[1], x.shape[1], dtype=x.dtype)
 
 
+class Fronted(Encoders):
+    """One more before its blocks, which is to be computed by that kernel, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.front = encoder_layer()
+
+    def forward(self, x):
+        return super().forward(self.front(x))
+
+
 class Modular(Encoders):
     """Hands a block's output to a module that looks at its type."""
 
@@ -72,7 +83,7 @@ def batch():
     return torch.randn(4, 6, 8, generator=generator), torch.arange(4)
 
 
-@pytest.mark.parametrize("kind", [Encoders, Sized])
+@pytest.mark.parametrize("kind", [Encoders, Sized, Fronted])
 def test_an_evaluation_in_pieces_takes_the_kernels_of_a_whole_one(kind, make_recipe):
     model = kind()
     recipe = make_recipe(model, precision="bf16")

@@ -109,6 +109,23 @@ def test_a_look_that_may_tell_the_type_is_told_from_one_at_the_size(look):
     assert touch.touched
 
 
+def test_no_mode_is_there_where_a_watch_is_left_and_what_is_handed_over_is_touched():
+    handed, other = torch.zeros(2), torch.zeros(2)
+    with TouchWatch() as touch:
+        touch.watch(handed, FIRST)
+        touch.watch(other, SECOND)
+        with touch.left_for(({"x": [handed]},)):
+            assert not torch.overrides.has_torch_function((handed,))
+        assert torch.overrides.has_torch_function((handed,))
+
+    assert touch.touched == {Touch(FIRST, size_only=False)}
+
+
+def test_a_watch_below_another_mode_is_not_left():
+    with TouchWatch() as touch, Substitution(), touch.left_for(()):
+        assert torch.overrides.has_torch_function((torch.zeros(2),))
+
+
 def test_sources_pass_through_operators_and_views_and_end_at_a_name():
     scale = nn.Parameter(torch.ones(3))
     output, mask = torch.ones(3), torch.ones(3)
