@@ -76,6 +76,7 @@ class StackedMicro(Micro):
         apart: What is left of those that run by themselves, by slot.
         failures: Why slots take no part any more.
         is_last: Whether it is the last of its step.
+        returned: Wires that have waited elsewhere, in memory that is nobody else's.
     """
 
     dims: dict[Wire, int | None] = field(default_factory=dict)
@@ -84,13 +85,14 @@ class StackedMicro(Micro):
     apart: dict[int, Micro] = field(default_factory=dict)
     failures: dict[int, BaseException] = field(default_factory=dict)
     is_last: bool = True
+    returned: set[Wire] = field(default_factory=set)
 
     def has_wire(self, wire: Any) -> bool:
         """Whether it is on the device, or nobody is to read it any more."""
         if isinstance(wire, Apart):
             own = self.apart.get(wire.slot)
             return own is None or own.has_wire(wire.wire)
-        return Micro.has_wire(self, wire)
+        return not any(self.active) or Micro.has_wire(self, wire)
 
     def forget_wire(self, wire: Any) -> None:
         """It waits elsewhere now."""
@@ -105,6 +107,7 @@ class StackedMicro(Micro):
             self.apart[wire.slot].put_wire(wire.wire, tensor)
         else:
             Micro.put_wire(self, wire, tensor)
+            self.returned.add(wire)
 
     def tensors(self) -> list[Tensor]:
         """Everything held, for the byte count."""
@@ -331,6 +334,7 @@ class StackedUnits:
         if not micro.grads and not micro.tied:
             return
         crew, (start, stop) = self._crew(), self._spans[shard]
+        self._fill_returned(micro, start)
         streams, after = crew.streams.now(), self._buffers_now(crew, shard)
         if states is not None:
             crew.streams.put(states)
@@ -507,8 +511,19 @@ class StackedUnits:
             ) from error
         for slot, failure in found.items():
             micro.failures[slot], micro.active[slot] = failure, False
-        for slot in found if any(micro.active) else ():
+        if not any(micro.active):  # nobody is left to read what is there
+            micro.wires = {}
+            return
+        for slot in found:
             self._note(micro, self._with_row(micro, slot, micro.active.index(True)))
+
+    def _fill_returned(self, micro: StackedMicro, start: int) -> None:
+        """Slots that failed while their rows waited elsewhere have somebody else's there too."""
+        here = micro.returned.intersection(self._chain.live_wires(start, micro.context))
+        for wire in here if micro.failures else ():
+            packed, other = Packed(micro.wires[wire], micro.dims[wire]), micro.active.index(True)
+            for slot in micro.failures if packed.dim is not None else ():
+                packed.row(slot).copy_(packed.row(other))
 
     def _error_of(self, shard: int, slot: int, micro: StackedMicro) -> BaseException | None:
         """What a shard's forward raises where every slot has this one's batch and inputs."""
