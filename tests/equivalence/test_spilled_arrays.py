@@ -21,6 +21,7 @@ from shoal.core.seats import epochs_of
 from shoal.core.technique import Spilled, kept_shards
 from shoal.observe import read_outline
 from shoal.observe.snapshot import Snapshot
+from shoal.spill.generate import route_of
 from shoal.verify import verify_trials
 
 WAYS = {
@@ -30,9 +31,9 @@ WAYS = {
     "kept": Spilled(shards=3, optimizer="host", keep=(0,)),
     "weights": Spilled(shards=3, optimizer="device", keep=(1,), keep_weights=(0,)),
     "turn": Spilled(shards=3, optimizer="host", keep=(), keep_turn=1),
-    "inputs": Spilled(shards=3, optimizer="host", keep=(), boundaries="host"),
+    "inputs": Spilled(shards=5, optimizer="host", keep=(), boundaries="host"),
     "inputs, one slot": Spilled(
-        shards=3, optimizer="device", boundaries="host", lookahead=0, lookbehind=0
+        shards=4, optimizer="device", keep=(), boundaries="host", lookahead=0, lookbehind=0
     ),
     "gradients": Spilled(shards=3, optimizer="device", keep=(), keep_gradients=2),
 }
@@ -49,18 +50,23 @@ FEW = {  # the others are in the full product
     ("layered", "host"),
     ("lengths", "weights"),
     ("language", "turn"),
-    ("language", "inputs"),
+    ("language", "inputs, one slot"),
     ("conv", "inputs, one slot"),
     ("lengths", "inputs"),
     ("accumulate", "inputs"),
     ("bf16", "inputs, one slot"),
     ("sgd", "gradients"),
 }
+NOT_CUT = {  # too few layers, or torch's encoder layer in bf16, which is refused alone too
+    ("language", "inputs"),
+    ("language, bf16", "inputs"),
+    ("language, bf16", "inputs, one slot"),
+}
 
 
 def rows():
     for name in squads.DEEP:
-        for way in WAYS:
+        for way in (way for way in WAYS if (name, way) not in NOT_CUT):
             marks = () if (name, way) in FEW else pytest.mark.full
             yield pytest.param(name, way, marks=marks, id=f"{name}, {way}")
 
@@ -90,9 +96,11 @@ def techniques(report):
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "way"), list(rows()))
-def test_every_trial_ends_on_the_bits_of_its_slot(name, way, run_case):
+def test_every_trial_ends_on_the_bits_of_its_slot(name, way, run_case, jobs):
     case = squads.DEEP[name]
     report, _ = run_case(case, technique=WAYS[way], poison=True)
+    for job in jobs if way.startswith("inputs") else ():
+        assert route_of(job.technique, job.shards).away
     squads.assert_arrayed(report, report.trials, case.recipe, 4, **case.loop)
 
 
