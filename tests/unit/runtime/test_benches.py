@@ -40,6 +40,13 @@ def test_a_lease_that_comes_before_it_is_timed_does_not_take_it_away():
     assert isinstance(timed(measurer), TimedArray)
 
 
+def test_once_it_was_timed_a_lease_takes_its_place():
+    measurer = built()
+    assert isinstance(timed(measurer), TimedArray)
+    measurer.forget()
+    assert isinstance(timed(measurer), Refused)
+
+
 def test_what_nobody_times_is_let_go_of(monkeypatch):
     monkeypatch.setattr(measure, "BENCH_S", -1.0)
     measurer = built()

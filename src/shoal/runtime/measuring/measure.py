@@ -113,7 +113,7 @@ from shoal.schedules import build_schedule
 T = TypeVar("T")
 
 BENCH_S = 120.0
-"""An array that was built to be timed is kept so long, though trials come to the device."""
+"""An array that is to be timed is kept so long at the most, though trials come to the device."""
 
 
 class Measurer:
@@ -151,6 +151,7 @@ class Measurer:
         if self._built is None and self._bench is None:
             return
         self._built = self._chain = self._whole = None
+        self._resting.come_back(False)
         if time.monotonic() > self._bench_until:
             self._bench = None
         if self._device.spec.kind == "cuda":
@@ -180,6 +181,7 @@ class Measurer:
                 return self._measure_array_shards(order)
             if isinstance(order, TimeArray):
                 assert self._bench is not None, "an array is built before it is timed"
+                self._bench_until = 0.0
                 return TimedArray(trial.number, self._bench.time(order))
             self._bench = None
             if not self._resting.come_back(self._built is not None and self._built.trial == trial):
@@ -201,7 +203,7 @@ class Measurer:
         found = bench.build(order)
         if order.captures and not found.declined:
             bench.capture_alone()
-        self._bench_until = time.monotonic() + BENCH_S
+        self._bench_until = time.monotonic() + (BENCH_S if any(found.once_s) else 0.0)
         return found
 
     def _bench_of(self, trials: Sequence[TrialSpec]) -> ArrayBench:
@@ -216,7 +218,6 @@ class Measurer:
         with eagerly():
             bench = self._bench_of(order.trials)
             found = bench.shards(order)
-        self._bench_until = time.monotonic() + BENCH_S
         return MeasuredArrayShards(
             trial, found.found, found.declined, is_over=found.is_over, build_s=found.build_s
         )
