@@ -95,7 +95,8 @@ class Array:
     stacked (``layout_of``); without one the first batches after a change of members say it.
     With ``any_layout`` all do, in a pass for each layout: of trials whose batches vary in length.
     With ``one_base`` weights that are frozen are there once, for trials that all have the same.
-    ``stacking`` makes the rows.
+    ``stacking`` makes the rows. ``seat`` is the slot of the only member, and how many there are:
+    nobody is in the others, and no more than the rows is there at any moment.
 
     Raises:
         Declined: trials of different signatures, or a recipe that no array can train.
@@ -111,6 +112,7 @@ class Array:
         any_layout: bool = False,
         one_base: bool = False,
         stacking: Callable[..., Stacked] = Stacked,
+        seat: tuple[int, int] | None = None,
     ) -> None:
         self.device = torch.device(device)
         self._known_usual = usual
@@ -127,7 +129,10 @@ class Array:
         self._any_layout = any_layout and self.backend.stacks_gradients and self._own is None
         if self._any_layout:
             self._require_any(members[0])
-        self._form(members)
+        if seat is None:
+            self._form(members)
+        else:
+            self._form_around(members[0], *seat)
 
     def _require_any(self, member: Member) -> None:
         """Refuse what needs batches of one layout."""
@@ -145,7 +150,7 @@ class Array:
                     "one length"
                 )
 
-    def _form(self, members: Sequence[Member]) -> None:
+    def _form(self, members: Sequence[Member], stacked: Stacked | None = None) -> None:
         self._occupied = [True] * len(members)
         self._failed: set[int] = set()
         self._like: dict[int, Member] = {}  # whose code stands in an empty slot
@@ -154,13 +159,22 @@ class Array:
             member.train()
         self._crew = Crew(
             members=list(members),
-            stacked=self._stacking([member.module for member in members]),
+            stacked=stacked or self._stacking([member.module for member in members]),
             streams=SlotStreams([member.rng for member in members], self.device),
             device=self.device,
         )
         self._finisher = Finisher(self._crew, self.backend, self._names_held)
         self._usual = self._known_usual  # the layout of batches that run stacked
         self._changed()
+
+    def _form_around(self, member: Member, slot: int, width: int) -> None:
+        """With one trial, whose code stands in the other slots too."""
+        stacked = self._stacking([member.module] * width)
+        stacked.take(slot, member.module)
+        empty = {at: shell(member, stacked.rows(at)) for at in range(width) if at != slot}
+        self._form([empty.get(at, member) for at in range(width)], stacked)
+        self._occupied = [at == slot for at in range(width)]
+        self._like = dict.fromkeys(empty, member)
 
     def _changed(self) -> None:
         self._is_stale = True
@@ -499,9 +513,7 @@ class Array:
     def widen(self, slot: int, width: int) -> None:
         """Become ``width`` slots with the only trial in ``slot``, and nobody in the others."""
         (member,) = self.dissolve()
-        self._form([member if at == slot else shell(member) for at in range(width)])
-        self._occupied = [at == slot for at in range(width)]
-        self._like = {at: member for at in range(width) if at != slot}
+        self._form_around(member, slot, width)
 
     def dissolve(self) -> list[Member]:
         """Give all trials back, whole and alone."""

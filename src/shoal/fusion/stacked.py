@@ -107,10 +107,8 @@ class Stacked:
     def _require_base(self, module: nn.Module) -> None:
         for name in self.base:
             parameter, mine = module.get_parameter(name), self.parameters[name][0]
-            same = parameter.data_ptr() == mine.data_ptr() or torch.equal(
-                _bits(parameter.detach().to(mine.device)), _bits(mine)
-            )
-            if not same:
+            is_here = parameter.data_ptr() == mine.data_ptr()
+            if not (is_here or _are_alike(parameter.detach(), mine)):
                 raise Declined(other_base(name))
 
     def settle(self, slot: int, module: nn.Module) -> None:
@@ -155,6 +153,13 @@ class Stacked:
             for key, held in child._buffers.items():
                 if held is not None:
                     child._buffers[key] = own[id(held)]
+
+
+def _are_alike(one: Tensor, other: Tensor) -> bool:
+    """To the bit; where one is in host memory, there: a device may have no room for it."""
+    if one.device != other.device:
+        one, other = one.cpu(), other.cpu()
+    return torch.equal(_bits(one), _bits(other))
 
 
 def _bits(tensor: Tensor) -> Tensor:

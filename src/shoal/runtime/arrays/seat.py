@@ -38,7 +38,7 @@ from shoal.fusion.batches import layout_of
 from shoal.fusion.crew import ArrayBackend
 from shoal.fusion.declined import Declined
 from shoal.fusion.finish import FROZEN
-from shoal.fusion.stacked import is_of_base
+from shoal.fusion.stacked import Stacked, is_of_base
 from shoal.habits import trained
 from shoal.memory.ledger import Ledger
 from shoal.partition.track import AllocationTracker
@@ -208,8 +208,9 @@ class ArraySeat:
                 usual=None if varies else _usual_layout(session, where),
                 any_layout=varies,
                 one_base=has_one_base(session.job.numerics),
+                stacking=partial(Stacked, device=where),
+                seat=(slot, self.place.width),
             )
-            array.widen(slot, self.place.width)
             self._array = array
         else:
             assert isinstance(self._array, Array)
@@ -545,10 +546,14 @@ def _usual_layout(session: Session, device: torch.device) -> Hashable:
 
 
 def _bring(session: Session) -> None:
-    """Parameters and optimizer state on the device; buffers are there already."""
+    """Optimizer state on the device, where buffers are already.
+
+    Parameters stay in the home until they are copied into the array's rows: these are what the
+    device has room for.
+    """
     host, device = place_on_host(session.region, session.layout, 0), session.device
     for name, parameter in session.binding.params.items():
-        parameter.data = host.params[name].to(device, copy=True)
+        parameter.data = host.params[name]
     for name, keys in session.binding.stateful.items():
         state = session.optimizer.state[session.binding.params[name]]
         for key in keys:
