@@ -1080,8 +1080,11 @@ py::dict stat_of(const Stat& stat) {
 
 py::dict memory_stats(int index) {
   check_device(DeviceIndex(index));
-  std::lock_guard<std::mutex> lock(memory_mutex);
-  const Pool& pool = pools()[index];
+  // Without the lock: what Python makes may collect garbage, and that give memory back here.
+  const Pool pool = [&] {
+    std::lock_guard<std::mutex> lock(memory_mutex);
+    return pools()[index];
+  }();
   py::dict found;
   found["requested_bytes"] = stat_of(pool.asked);
   found["allocated_bytes"] = stat_of(pool.given);

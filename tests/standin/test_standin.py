@@ -101,6 +101,19 @@ pictures = torch.randn(3, 3, 8, 8)
 """
 
 CASES = {
+    "memory of what Python collects while memory is asked about": """
+import faulthandler, gc
+
+faulthandler.dump_traceback_later(15, exit=True)
+told = []  # of which each dict is a new one, for which Python may collect
+for threshold in range(1, 100):
+    gc.set_threshold(threshold)
+    ring = [torch.zeros(3, device="cuda")]
+    ring.append(ring)
+    del ring
+    told.append(torch.cuda.memory_stats_as_nested_dict())
+faulthandler.cancel_dump_traceback_later()
+""",
     "arithmetic": """
 x = torch.randn(4, 5)
 y = x.cuda()
