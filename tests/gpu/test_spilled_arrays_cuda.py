@@ -82,12 +82,23 @@ def adamw(named, hp):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("model", [adapted, all_trained])
 def test_an_array_in_shards_is_the_array(model, way, tmp_path, warm_workers):
+    check(model, WAYS[way], tmp_path, warm_workers)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("optimizer", ["host", "device"])
+def test_a_trial_that_was_saved_steps_on_where_its_shard_stays(optimizer, tmp_path, warm_workers):
+    way = shoal.Spilled(shards=3, optimizer=optimizer, keep=(1,))
+    check(all_trained, way, tmp_path, warm_workers, checkpoint_every=0)
+
+
+def check(model, way, tmp_path, warm_workers, **options):
     recipe = shoal.Recipe(model=model, data=data, loss=loss, optimizer=adamw, clip_grad_norm=0.5)
     space, heard = shoal.grid(lr=[1e-2, 1e-3, 3e-3], drop=[0.1]), []
-    study = shoal.Study("gpu", recipe, space=space, epochs=2, directory=tmp_path)
+    study = shoal.Study("gpu", recipe, space=space, epochs=2, directory=tmp_path, **options)
     report = study.run(
         hardware=shoal.Hardware.parse("cuda:0", "1GiB", threads=1),
-        **{"technique": WAYS[way], "fuse": "3-eager", "workers": warm_workers},
+        **{"technique": way, "fuse": "3-eager", "workers": warm_workers},
         **{"progress": False, "timeline": False, "callbacks": [heard.append]},
     )
     losses = read_losses(report.directory)

@@ -223,6 +223,10 @@ class Binding:
         self._turn_lenders(placed)
         self._bound[shard] = placed
 
+    def unbind(self) -> None:
+        """Have the next step point everything at its place: somebody pointed it elsewhere."""
+        self._bound.clear()
+
     def _turn_lenders(self, placed: Placed) -> None:
         """A lender of what is borrowed has to point at its own again, where it is here too."""
         if not (lent := placed.borrowed.keys()):

@@ -260,6 +260,7 @@ class SpilledArray:
         if kept_heads(self._technique):  # of a shard that is in two places
             self._bring_home()
         self._put_home(slot)
+        self._session.trials[slot].binding.unbind()  # its state is that of its home now
 
     def _put_home(self, slot: int) -> None:
         stacked = self._session
