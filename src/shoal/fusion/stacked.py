@@ -22,6 +22,11 @@ def is_of_base(parameter: nn.Parameter) -> bool:
     return not parameter.requires_grad and parameter.nbytes >= arraykeys.LEAST_BASE_BYTES
 
 
+def base_in(named: Mapping[str, nn.Parameter]) -> frozenset[str]:
+    """Which of a module's parameters that are."""
+    return frozenset(name for name, parameter in named.items() if is_of_base(parameter))
+
+
 def other_base(name: str) -> str:
     """Why a trial is not taken in, in words."""
     return (
@@ -51,7 +56,7 @@ class Stacked:
         first = modules[0]
         width = len(modules)
         named = dict(first.named_parameters())
-        self.base = frozenset(n for n, p in named.items() if one_base and is_of_base(p))
+        self.base = base_in(named) if one_base else frozenset()
         self.parameters = {
             name: self._once(width, parameter.detach(), device)
             if name in self.base

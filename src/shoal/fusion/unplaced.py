@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.fusion.level import like_alone
-from shoal.fusion.stacked import Stacked, is_of_base
+from shoal.fusion.stacked import Stacked, base_in
 
 
 class Unplaced(Stacked):
@@ -28,7 +28,7 @@ class Unplaced(Stacked):
     ) -> None:
         first, width = modules[0], len(modules)
         named = dict(first.named_parameters())
-        self.base = frozenset(n for n, p in named.items() if one_base and is_of_base(p))
+        self.base = base_in(named) if one_base else frozenset()
         self._nowhere = {name: _nowhere(width, p.detach(), device) for name, p in named.items()}
         self.parameters = {name: one.detach() for name, one in self._nowhere.items()}
         self.buffers = {name: like_alone(width, b, device) for name, b in first.named_buffers()}

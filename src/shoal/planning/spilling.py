@@ -59,6 +59,8 @@ class Rows(NamedTuple):
         return stacked_layout(home, self.width, one_base=self.one_base)
 
 
+_Seen = tuple[object, object]
+"""What workers answered of a cut: of a trial alone, and of the array."""
 HOST: Place = "host"
 """Where inputs of shards are tried last: more than a plan on paper says may not fit the device."""
 ASKED = Spilled(
@@ -160,10 +162,10 @@ class Spilling:
             return str(whole)
         if not whole.measure.cuttable:
             return "; ".join(whole.measure.notes) or "the model cannot be cut into shards"
-        asked, closest = self._technique(fits), None
+        asked, closest, seen = self._technique(fits), None, dict[tuple[int, ...], _Seen]()
         for place in (asked.boundaries,) if asked.boundaries else (None, HOST):
             request = replace(self.request, technique=replace(asked, boundaries=place))
-            found = self._in_shards(asking, trials, rows, whole.measure, request)
+            found = self._in_shards(asking, trials, rows, whole.measure, request, seen)
             if isinstance(found, SpilledArrayPlan | str):
                 return found
             closest = closest or found
@@ -180,18 +182,23 @@ class Spilling:
         rows: Rows,
         whole: JobMeasure,
         request: Request,
+        seen: dict[tuple[int, ...], _Seen],
     ) -> SpilledArrayPlan | Need | str | None:
-        """The same of a request; what one that is too large needs, where any was seen."""
+        """The same of a request; what one that is too large needs, where any was seen.
+
+        ``seen``: what workers answered of cuts, wherever inputs wait.
+        """
         closest: Need | None = None
         paper = array_measure(whole, rows)
         found = choices(paper, self.budget, (1,), request, self.speeds)
         for choice in itertools.islice(found, MOST_CUTS):
-            exact = asking.answer(MeasureShards(trials[0], choice.cuts))
-            num_layers = len(paper.layers)
-            order = MeasureArrayShards(
-                tuple(trials[:MOST]), rows.width, choice.cuts, num_layers, rows.one_base
-            )
-            stacked = asking.answer(order)
+            cuts, num_layers = choice.cuts, len(paper.layers)
+            if cuts not in seen:
+                order = MeasureArrayShards(
+                    tuple(trials[:MOST]), rows.width, cuts, num_layers, rows.one_base
+                )
+                seen[cuts] = asking.answer(MeasureShards(trials[0], cuts)), asking.answer(order)
+            exact, stacked = seen[cuts]
             if not isinstance(exact, Measured) or exact.layout is None:
                 return str(exact)
             cut = in_chunks(exact.measure, exact.layout, self.speeds.host_step)
