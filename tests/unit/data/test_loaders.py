@@ -11,6 +11,7 @@ import pytest
 import torch
 from mishaps import LENGTH, children
 from torch.utils.data import DataLoader
+from torch.utils.data._utils.signal_handling import _remove_worker_pids
 
 from shoal.core.errors import TrialError
 from shoal.data import Feed, loaders, processes, reader_of
@@ -303,6 +304,7 @@ class Bare:
     def around(cls, iterator, started):
         # When it goes it would wait for a lock that a process held which was ended.
         iterator._shutdown_workers = lambda: None
+        _remove_worker_pids(id(iterator))  # another one may get this number
         return cls(iterator), started
 
     def __next__(self):
