@@ -41,14 +41,15 @@ class Gathered:
             if gradient is not None:
                 self._add(name, gradient, slots, held[name])
 
-    def require_even(self, slots: Iterable[int]) -> None:
-        """Check that those who step have gradients of the same parameters.
+    def require_even(self, slots: Iterable[int], names: Iterable[str] | None = None) -> None:
+        """Check that those who step have gradients of the same parameters, or of these ``names``.
 
         Raises:
             Declined: one has none of some parameter, whose optimizer passes over it alone.
         """
-        for name, there in self._there.items():
-            if missing := sorted(set(slots) - there):
+        here, step = set(self._there), set(slots)
+        for name in sorted(here if names is None else here.intersection(names)):
+            if missing := sorted(step - self._there[name]):
                 raise Declined(
                     f"batches of some lengths use {name!r} and others do not: slot {missing[0]} "
                     "has no gradient of it in this step, and others have one"

@@ -11,10 +11,6 @@ TO_DO = (
     "to have fewer, pad batches to one length or to multiples of one, or give all trials one seed "
     "(`seed` in the space), with which they read their data in one order"
 )
-IN_SHARDS = (
-    "their batches vary in length, and arrays in shards take those of one length: pad all batches "
-    "to one length"
-)
 
 
 def with_lengths(

@@ -325,7 +325,7 @@ class InShards:
     """What an array in shards is reckoned to take.
 
     ``build_s``: to cut the model; ``visit_s``: to bring what stays on the device home and back, as
-    is done for trials that come and leave.
+    is done for trials that come and leave. ``passes`` and ``lengths`` are as in ``WidthMeasure``.
     """
 
     shards: int
@@ -334,6 +334,8 @@ class InShards:
     valid_s: Seconds = NO_SECONDS
     build_s: Seconds = NO_SECONDS
     visit_s: Seconds = NO_SECONDS
+    passes: float = 1.0
+    lengths: str = ""
 
 
 def when_spilled(found: WidthMeasure, spilled: InShards) -> WidthMeasure:
@@ -351,6 +353,8 @@ def when_spilled(found: WidthMeasure, spilled: InShards) -> WidthMeasure:
         build_s=Seconds(found.build_s + spilled.build_s + spilled.visit_s),
         refill_s=Seconds(found.refill_s + 2 * spilled.visit_s),
         shards=spilled.shards,
+        passes=spilled.passes,
+        lengths=spilled.lengths or found.lengths,
         moved_bytes=spilled.moved_bytes,
         is_over=False,
         evaluates_each=False,

@@ -253,6 +253,8 @@ def in_spilled_array(
     key: dict[str, Scalar] = {"array": f"slot {place.slot} of {width}"}
     if passes == "traced":
         key["array_pass"] = passes
+    if "array_batches" in job.numerics:
+        key |= ALL_LAYOUTS
     if job.numerics.get("optimizer_place") not in (None, "cpu"):
         key["optimizer_place"] = plan.technique.optimizer
     if BASE in job.numerics:

@@ -10,7 +10,6 @@ from shoal.core.spec import PassKind, Scalar, WidthMeasure
 from shoal.fusion.lengths import is_open, kind_in, with_kind
 from shoal.fusion.match import Signature
 from shoal.planner.narrower import Narrower
-from shoal.planner.uneven import IN_SHARDS
 from shoal.planner.width import Candidate
 from shoal.planning.based import BASE, base_in, with_base
 from shoal.planning.capturing import BY_CODE, LoneWay
@@ -39,11 +38,6 @@ class Shape:
     def base(self) -> str:
         """What names the frozen weights that its trials share; "" where each has its own."""
         return base_in(self.signature)
-
-    @property
-    def whole(self) -> str:
-        """Why its arrays are in no shards; empty if they may be."""
-        return IN_SHARDS if self.varies else ""
 
     @property
     def varies(self) -> bool:

@@ -367,10 +367,9 @@ class Fusing:
     ) -> SpilledArrayPlan | str:
         """The array of this shape in shards, or why there is none."""
         assert self._spilling is not None
-        if words := shape.whole:
-            return words
         if width not in shape.spilled:
-            find = partial(self._spilling.find, one_base=bool(shape.base))
+            base = bool(shape.base)
+            find = partial(self._spilling.find, one_base=base, varies=shape.varies)
             shape.spilled[width] = find(asking, trials, width, fits=fits)
         return shape.spilled[width]
 
@@ -527,7 +526,8 @@ class Fusing:
         if found.is_over:  # about: nobody saw it
             whole = spilled.measure.resident_bytes
         found = when_spilled(found, spilled.in_shards)
-        why = shape.why or (praise(found, shape.notes, len(trials)),)
+        praised = (praise(found, shape.notes, len(trials)), *told_of_passes([found], width))
+        why = shape.why or praised
         why = (*why, *why_spilled(spilled, whole, self._budget, width))
         passes = kind if before is not None and kind else "eager"
         closes = shape.closes if before is None else "array_widths" in before

@@ -49,10 +49,15 @@ MOST_CUTS = 6
 
 
 class Rows(NamedTuple):
-    """How many trials an array has; ``one_base``: what is frozen is in it once for all of them."""
+    """How many trials an array has.
+
+    ``one_base``: what is frozen is in it once for all of them. ``varies``: their batches vary in
+    length.
+    """
 
     width: int
     one_base: bool = False
+    varies: bool = False
 
     def laid_out(self, home: TrialLayout) -> TrialLayout:
         """Where they lie, each as ``home``."""
@@ -94,6 +99,8 @@ class SpilledArrayPlan:
     lone_technique: Spilled
     lone_need: Need
     host_bytes: Bytes  # of the array, beside its trials' homes
+    passes: float = 1.0  # of a micro-batch, where batches vary in length
+    lengths: str = ""
 
     @property
     def in_shards(self) -> InShards:
@@ -105,6 +112,8 @@ class SpilledArrayPlan:
             valid_s=self.valid_s,
             build_s=self.build_s,
             visit_s=self.visit_s,
+            passes=self.passes,
+            lengths=self.lengths,
         )
 
 
@@ -135,19 +144,22 @@ class Spilling:
         *,
         fits: bool = False,
         one_base: bool = False,
+        varies: bool = False,
     ) -> SpilledArrayPlan | str:
         """The array of ``width`` of these trials that costs the least; why there is none.
 
         ``fits``: it would fit as a whole; who asks for shards all the same wants to see it move.
-        ``one_base``: what is frozen is the same in all of them, and is there once.
+        ``one_base``: what is frozen is the same in all of them, and is there once. ``varies``:
+        their batches vary in length.
         """
         if self.why_not:
             return self.why_not
         found: SpilledArrayPlan | str = ""
+        rows = Rows(width, one_base, varies)
         # One whose dropout is 0 may have other layers than those that drop.
         for speaker in trials[:MOST_SPEAKERS]:
             others = [trial for trial in trials if trial is not speaker]
-            found = self._find(asking, [speaker, *others], Rows(width, one_base), fits=fits)
+            found = self._find(asking, [speaker, *others], rows, fits=fits)
             if isinstance(found, SpilledArrayPlan) or OTHER_LAYERS not in found:
                 break
         return found
@@ -165,6 +177,8 @@ class Spilling:
         asked, closest, seen = self._technique(fits), None, dict[tuple[int, ...], _Seen]()
         for place in (asked.boundaries,) if asked.boundaries else (None, HOST):
             request = replace(self.request, technique=replace(asked, boundaries=place))
+            if rows.varies:  # a micro-batch may be several: nobody knows how many before a step
+                request = replace(request, micro_batches=max(2, request.micro_batches))
             found = self._in_shards(asking, trials, rows, whole.measure, request, seen)
             if isinstance(found, SpilledArrayPlan | str):
                 return found
@@ -189,13 +203,15 @@ class Spilling:
         ``seen``: what workers answered of cuts, wherever inputs wait.
         """
         closest: Need | None = None
+        if rows.varies and self.request.micro_batches > 1:  # each is a program of its own
+            whole = replace(whole, num_batches=None)
         paper = array_measure(whole, rows)
         found = choices(paper, self.budget, (1,), request, self.speeds)
         for choice in itertools.islice(found, MOST_CUTS):
             cuts, num_layers = choice.cuts, len(paper.layers)
             if cuts not in seen:
                 order = MeasureArrayShards(
-                    tuple(trials[:MOST]), rows.width, cuts, num_layers, rows.one_base
+                    tuple(trials[:MOST]), rows.width, cuts, num_layers, *rows[1:]
                 )
                 seen[cuts] = asking.answer(MeasureShards(trials[0], cuts)), asking.answer(order)
             exact, stacked = seen[cuts]
@@ -210,9 +226,10 @@ class Spilling:
             if stacked.declined:
                 return stacked.declined
             measure = with_shards(paper, stacked.shards, exact, rows)
-            plan = self._plan(measure, exact, choice.technique, request, rows)
+            plan = self._plan(measure, exact, choice.technique, request, rows, stacked.passes)
             if isinstance(plan, SpilledArrayPlan):
-                return replace(plan, build_s=stacked.build_s)
+                passes, lengths = stacked.passes, stacked.lengths
+                return replace(plan, build_s=stacked.build_s, passes=passes, lengths=lengths)
             closest = plan
         return closest
 
@@ -234,14 +251,18 @@ class Spilling:
         technique: Spilled,
         request: Request,
         array: Rows,
+        passes: float,
     ) -> SpilledArrayPlan | Need:
-        """What stays of these shards; what they need if they do not fit."""
+        """What stays of these shards; what they need if they do not fit.
+
+        ``passes``: what the batches of one micro-batch are, by their lengths.
+        """
         assert exact.layout is not None
         alone = Room(
             measure=exact.measure,
             shards=exact.measure.shards,
             technique=technique,
-            request=request,
+            request=replace(request, micro_batches=self.request.micro_batches),
             budget=self.budget,
             active=1,
             layout=exact.layout,
@@ -250,14 +271,15 @@ class Spilling:
         if lone is not None:  # a trial's home is laid out for when it trains alone
             home = as_it_travels(home, lone[0], (), sums=False)
         rows = array.laid_out(home)
-        room = replace(alone, measure=measure, shards=measure.shards, layout=rows)
+        room = replace(alone, measure=measure, shards=measure.shards, layout=rows, request=request)
         kept = keep_best(room, self.speeds)
         if kept is None or lone is None:
             least = replace(technique, keep=(), keep_turn=0, keep_gradients=0)
             return need(measure, measure.shards, least, request, rows)
         batch, shards = measure.batch_bytes, measure.shards
-        step_s = price(shards, batch, kept[0], request, self.speeds, 1).step_s
-        waiting = rows_waiting(rows) if request.micro_batches > 1 else 0
+        priced = replace(request, micro_batches=max(1, round(passes * self.request.micro_batches)))
+        step_s = price(shards, batch, kept[0], priced, self.speeds, 1).step_s
+        waiting = rows_waiting(rows) if request.micro_batches > 1 and not array.varies else 0
         inputs = waiting_input_bytes(shards, kept[0], request.micro_batches)
         return SpilledArrayPlan(
             technique=kept[0],

@@ -186,7 +186,8 @@ class MeasureArrayShards:
     """Measure the units of an array of so many of these trials, cut at ``cuts``.
 
     ``num_layers``: of the trial alone whose layers are meant. ``one_base``: what is frozen is the
-    same in all of them, and the array has it once.
+    same in all of them, and the array has it once. ``varies``: their batches vary in length, and
+    of several the longest is taken.
     """
 
     trials: tuple[TrialSpec, ...]
@@ -194,6 +195,7 @@ class MeasureArrayShards:
     cuts: tuple[int, ...]
     num_layers: int
     one_base: bool = False
+    varies: bool = False
 
     @property
     def trial(self) -> TrialSpec:
@@ -404,7 +406,8 @@ class MeasuredArrayShards:
     """The shards of an array; ``declined``: why it cannot be run in shards, if it cannot.
 
     ``is_over``: a unit needs more than the device has, and smaller shards may do.
-    ``build_s``: what it takes to cut the model.
+    ``build_s``: what it takes to cut the model. ``passes``: of each micro-batch on average, one
+    for each length among its batches, which are ``lengths`` in words.
     """
 
     trial: int
@@ -412,6 +415,8 @@ class MeasuredArrayShards:
     declined: str = ""
     is_over: bool = False
     build_s: Seconds = NO_SECONDS
+    passes: float = 1.0
+    lengths: str = ""
 
 
 @dataclass(frozen=True, slots=True)

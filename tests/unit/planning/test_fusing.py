@@ -552,12 +552,18 @@ def test_later_trials_come_to_the_kind_of_those_of_their_shape_that_have_ended()
     assert found == {1: of_batches(OPEN), 2: facts[2]}
 
 
-def test_an_array_of_batches_that_vary_in_length_is_not_cut_into_shards():
-    fusing = Fusing(4, [make_device(memory=1)], {})
+def test_who_looks_for_shards_is_told_that_batches_vary_in_length():
+    fusing, told = Fusing(4, [make_device(memory=1)], {}), []
+
+    def find(asking, trials, width, *, fits, one_base, varies):
+        told.append(varies)
+        return "no cut is small enough"
+
     facts = fusing.alike(FIRST, OPEN_ALL, {})
     specs = [TrialSpec(number=n, hp={"lr": 0.1}, seed=n) for n in range(4)]
-    spilling = SimpleNamespace(is_forced=False)
+    spilling = SimpleNamespace(is_forced=False, find=find)
     jobs = [make_job(n) for n in range(4)]
     jobs = fusing.places(jobs, specs, facts, Asked(), spilling=spilling)
+    assert told == [True]
     assert widths(jobs) == [ALONE] * 4
-    assert "arrays in shards take those of one length: pad all batches" in jobs[0].why[-1]
+    assert "are no array in shards: no cut is small enough" in jobs[0].why[-1]

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal.core.arraykeys import stacks_all
 from shoal.core.plan import seated
 from shoal.core.seats import ALONE, Epoch, epochs_of
 from shoal.core.spec import JobMeasure, LayerMeasure, TrialSpec
@@ -200,7 +201,7 @@ PLAN = SpilledArrayPlan(
 class Found(Spilling):
     """Always finds the same."""
 
-    def find(self, asking, trials, width, *, fits=False, one_base=False):
+    def find(self, asking, trials, width, *, fits=False, one_base=False, varies=False):
         return PLAN
 
 
@@ -235,6 +236,13 @@ def test_a_trial_of_an_array_that_does_not_fit_is_spilled_with_it():
         assert "array_pass" not in job.numerics
         assert any("50 B move over the link" in words for words in job.why)
         assert fusing.layouts[job.trial] is PLAN.layout
+
+
+def test_where_batches_vary_in_length_all_lengths_run_together():
+    job = make_job(0)
+    job = replace(job, numerics={**job.numerics, "array_batches": "tuple(int64 [4, ~])"})
+    inside = in_spilled_array(job, ArraySlot("g", 0, ""), PLAN, 2, ())
+    assert stacks_all(inside.numerics)
 
 
 def test_one_that_leaves_it_trains_alone_in_the_same_shards():

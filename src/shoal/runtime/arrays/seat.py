@@ -3,7 +3,7 @@
 Each trial has its own lease, session, host region and generations, as it has without an array.
 What it shares is the pass: between two steps the trials that are here bring their batches, and
 one step is done for all of them (``shoal.fusion``). Parameters and buffers live in the array's
-rows meanwhile, the optimizer's state beside them; those of a spilled array (``spilledarray``) move
+rows meanwhile, the optimizer's state beside them; those of a spilled array (``spilled``) move
 shard by shard.
 
 [Note: a round]

@@ -4,9 +4,14 @@
     home of trial 8  --row 1-->  [N, ...], shard by shard                    [N, ...]
 
 Programs, slots, streams and copies are those of any spilled trial (``interpret.Seat``), for shards
-N times as large. Units run for all slots (``stackedunits``); every trial steps its own row with
+N times as large. Units run for all slots (``units``); every trial steps its own row with
 its own optimizer, in shards too. A trial that comes or leaves copies its row between its home and
 the array's host memory, which all of the state is in meanwhile.
+
+[Note: many lengths]
+Where batches vary in length those of one layout are a micro-batch of the program: shards come for
+each, and no more than one is on the device at a time. A step of ``accumulate`` batches does not
+know how many that will be before it has read the last one, so each is a program of its own.
 
 [Note: coming and going]
 For a trial that comes or leaves all that stays on the device goes home, and is back before the
@@ -17,6 +22,7 @@ of an array that begin or end together move it once. One that is saved takes its
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,11 +30,11 @@ import torch
 from torch import nn
 
 from shoal.bound import bound
-from shoal.core.arraykeys import has_one_base
+from shoal.core.arraykeys import has_one_base, stacks_all
 from shoal.core.technique import Spilled, kept_heads, kept_shards
 from shoal.device import Device
 from shoal.fusion import Array, Member
-from shoal.fusion.array import Stepped
+from shoal.fusion.array import Stepped, read_now
 from shoal.fusion.batches import layout_of
 from shoal.fusion.constants import RATES
 from shoal.fusion.declined import Declined
@@ -58,6 +64,8 @@ from shoal.runtime.task import Issued, Task
 from shoal.spill.generate import arrival, departure, route_of
 
 CPU = torch.device("cpu")
+UNKNOWN = sys.maxsize
+"""Micro-batches of a step, as long as none is the last."""
 _Tensors = Mapping[str, torch.Tensor]
 _States = Mapping[str, _Tensors]
 
@@ -106,7 +114,7 @@ class SpilledArray:
 
     Args:
         first: One of them, which says how the model is cut.
-        usual: The layout of batches that run together.
+        usual: The layout of batches that run together, unless those of every layout do.
         record: Called with every action that was issued.
         room: Called when a unit needs more than was planned; raises CapacityError.
 
@@ -131,6 +139,7 @@ class SpilledArray:
         self._device, self._where, self._usual = device, device.torch_device, usual
         self._technique, self._width = job.technique, job.array.width
         num_layers = job.shards[-1].layers[1]
+        self._any_layout = stacks_all(job.numerics)
         self._chain = chain_for(recipe, first.hp, job.seed, self._where, num_layers)
         self._one_base = has_one_base(job.numerics)
         homes = first.layout.shards if self._one_base else ()
@@ -139,6 +148,7 @@ class SpilledArray:
         self._layout = as_it_travels(rows, self._technique, (), sums=False)
         self._ledger, self._record, self._room = ledger, record, room
         self._clip, self._accumulate = recipe.clip_grad_norm is not None, recipe.accumulate
+        self._sums = max(2, recipe.accumulate) if self._any_layout else recipe.accumulate
         self._array: Array | None = None
         self._seat: Seat[StackedSession] | None = None
         self._job, self._recipe = job, recipe
@@ -199,6 +209,7 @@ class SpilledArray:
             device=self._where,
             backend=ShardBackend(),
             usual=self._usual,
+            any_layout=self._any_layout,
             one_base=self._one_base,
             stacking=Unplaced,
         )
@@ -218,15 +229,13 @@ class SpilledArray:
             self._chain,
             [shard.layers for shard in self._job.shards],
             route_of(self._technique, self._job.shards, lenders(self._layout)),
-            lambda batch: layout_of(batch) == self._usual,
+            None if self._any_layout else lambda batch: layout_of(batch) == self._usual,
         )
         seat = Seat(
             session,
             self._device,
             self._ledger,
-            arena=arena(
-                self._layout, self._technique, clip=self._clip, accumulate=self._accumulate
-            ),
+            arena=arena(self._layout, self._technique, clip=self._clip, accumulate=self._sums),
             record=self._record,
             make_compute=ArrayCompute,
         )
@@ -315,38 +324,46 @@ class SpilledArray:
         Or what reads them, called when the first unit of that micro-batch is to run.
         """
         session = self._session
-        self._begin(given)
-        self._go()
-        self.array.fill_empty_slots()
-        self._run(session.units.step_program(len(given), self._clip), "step")
+        if self._any_layout and self._accumulate > 1:
+            self._step_by_batch(given)
+        else:
+            rows = by_layout(read_now(given[0])) if self._any_layout else given
+            self._begin(rows, len(rows))
+            self._run(session.units.step_program(len(rows), self._clip), "step")
         session.stepping()
         session.end_step()
         self.seat.end_step()
         return Stepped(tuple(session.means()), dict(session.failures))
 
-    def _begin(self, rows: Sequence[Row | Callable[[], Row]]) -> None:
-        """A program for these batches; the trial of the first slot stands for the array."""
+    def _step_by_batch(self, given: Sequence[Row | Callable[[], Row]]) -> None:
+        """A step of batches that are read one after another, of any number of layouts each."""
         session = self._session
+        self._begin((), UNKNOWN)
+        for batches in given:
+            for row in by_layout(read_now(batches)):
+                self._run(session.units.micro_program(session.add(row)), "micro")
+        session.units.require_even(session.failures, range(session.units.num_shards))
+        self._run(session.units.finish_program(self._clip), "step")
+
+    def _begin(self, rows: Sequence[Row | Callable[[], Row]], micro_batches: int) -> None:
+        """Programs for these batches; the trial of the first slot stands for the array."""
+        session = self._session
+        self.array.fill_empty_slots()
         session.begin(rows)
-        session.units.restart(len(rows))
+        session.units.restart(micro_batches)
         first = session.trials[min(session.trials)]
         session.step, self.seat.trial = first.step, first.job.trial
+        self._go()
 
     def evaluate(self, batches: Sequence[Any]) -> list[dict[str, float] | None]:
         """Loss and metrics of one validation batch per slot, in evaluation mode."""
         session = self._session
-        self.array.fill_empty_slots()
         found: list[dict[str, float] | None] = [None] * self._width
-        layouts = [None if batch is None else layout_of(batch) for batch in batches]
         usual = self._usual
         try:
-            for layout in dict.fromkeys(one for one in layouts if one is not None):
-                mine = [
-                    b if own == layout else None for b, own in zip(batches, layouts, strict=True)
-                ]
-                self._usual = layout
-                self._begin([mine])
-                self._go()
+            for mine in by_layout(batches):
+                self._usual = layout_of(next(batch for batch in mine if batch is not None))
+                self._begin([mine], 1)
                 self._run(session.units.evaluation_program(), "evaluation")
                 self._measure(mine, found)
         finally:
@@ -435,6 +452,14 @@ class SpilledArray:
     def draw_again(self, states: Mapping[int, RngState]) -> None:
         """As ``Array.draw_again``."""
         self.array.draw_again(states)
+
+
+def by_layout(batches: Row) -> list[Row]:
+    """Those of one layout at a time, in the order of slots, None for all others."""
+    layouts = [None if batch is None else layout_of(batch) for batch in batches]
+    found = [layout for layout in dict.fromkeys(layouts) if layout is not None]
+    pairs = list(zip(batches, layouts, strict=True))
+    return [[b if mine == one else None for b, mine in pairs] for one in found] or [batches]
 
 
 def _copy(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]) -> None:

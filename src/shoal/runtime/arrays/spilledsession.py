@@ -27,7 +27,7 @@ from shoal.fusion.unplaced import Unplaced
 from shoal.memory.layout import TrialLayout
 from shoal.memory.store import Region, create_region
 from shoal.recipe import Recipe, to_device
-from shoal.runtime.arrays.units import Result, StackedMicro
+from shoal.runtime.arrays.micro import Result, StackedMicro
 from shoal.runtime.binding import Placed, place_on_host
 from shoal.runtime.compute import Compute, HostPiece
 from shoal.runtime.session import Session
@@ -178,7 +178,7 @@ class StackedSession:
         self.losses: list[Result] = []
         self.apart: set[int] = set()
         self.found: Result | None = None  # of an evaluation
-        self._rows: Sequence[Row | Callable[[], Row]] = ()  # by micro-batch
+        self._rows: list[Row | Callable[[], Row]] = []  # by micro-batch
         self._with_batch: set[int] = set()  # slots that had one in this step
         self._stepping: list[int] | None = None
         self._advances: deque[list[int]] = deque()  # of steps whose schedules are to go on
@@ -195,9 +195,14 @@ class StackedSession:
 
     def begin(self, rows: Sequence[Row | Callable[[], Row]]) -> None:
         """The batches of a step, or of an evaluation: for each micro-batch those by slot."""
-        self._rows, self.losses, self.apart = rows, [], set()
+        self._rows, self.losses, self.apart = [*rows], [], set()
         self._with_batch = set()
         self._stepping, self.found = None, None
+
+    def add(self, row: Row) -> int:
+        """One more micro-batch of the step; which one it is."""
+        self._rows.append(row)
+        return len(self._rows) - 1
 
     def fetch(self, task: Task, micro: int) -> list[Any]:
         """The batches of one micro-batch, on the device; read now, if they are not yet."""
@@ -323,6 +328,8 @@ class ArrayCompute(Compute):
         micro = _stacked(task.micros[action.micro or 0])
         super()._backward(task, action)
         self._session.take(micro)
+        if micro.is_last:
+            self._session.units.require_even(self._session.failures, [action.shard])
 
     def evaluated(self, task: Task, micro: Micro, result: Any) -> None:
         """Losses and outputs by slot."""

@@ -6,7 +6,9 @@ forward again, with the random numbers and the buffers that the first one saw.
 
 [Note: who takes part]
 Slots whose batch has the usual layout run together. One with a batch of another layout, the
-short last one, runs by itself (``oddslots``). A slot whose
+short last one, runs by itself (``oddslots``). Where batches vary in length there is no usual one:
+who calls brings those of one layout at a time, and each such pass leaves its gradients by
+themselves (``fusion.gathered``). A slot whose
 code or data raises takes no part from then on: where a part raises, the slots are tried one by
 one, everybody with that one's batch and inputs; what was found to raise gets somebody else's.
 """
@@ -14,10 +16,10 @@ one, everybody with that one's batch and inputs; what was found to raise gets so
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +29,7 @@ from torch.autograd.graph import get_gradient_edge
 from shoal.fusion.crew import Crew
 from shoal.fusion.declined import Declined
 from shoal.fusion.fused import filled, first_line, is_out_of_memory, masked
+from shoal.fusion.gathered import Gathered
 from shoal.fusion.idle import idle_slots, nothing_for_idle
 from shoal.fusion.outputs import put_together, taken_apart
 from shoal.fusion.sharded import Inside, Packed, ShardBackend, backward
@@ -45,74 +48,12 @@ from shoal.partition.units import (
 )
 from shoal.partition.wires import Wire, storage_key
 from shoal.program.ir import Program
+from shoal.runtime.arrays.micro import Apart, Result, StackedMicro
 from shoal.runtime.arrays.oddslots import OddSlots
 from shoal.runtime.units import Micro
 from shoal.spill.generate import Route
 
 LOSS = "loss"
-
-
-class Result(NamedTuple):
-    """What the last shard's unit comes to: losses [N], NaN where there is none, and outputs."""
-
-    losses: Tensor
-    outputs: Sequence[Any] = ()
-    counted: Sequence[bool] = ()  # slots that took part
-
-
-class Apart(NamedTuple):
-    """What enters a shard for a slot that runs by itself."""
-
-    slot: int
-    wire: Any
-
-
-@dataclass(slots=True)
-class StackedMicro(Micro):
-    """One micro-batch of all slots. ``batch``: of each slot its own, None where there is none.
-
-    Attributes:
-        active: Slots that run together.
-        apart: What is left of those that run by themselves, by slot.
-        failures: Why slots take no part any more.
-        is_last: Whether it is the last of its step.
-        returned: Wires that have waited elsewhere, in memory that is nobody else's.
-    """
-
-    dims: dict[Wire, int | None] = field(default_factory=dict)
-    streams: dict[int, States] = field(default_factory=dict)  # before each shard's forward
-    active: list[bool] = field(default_factory=list)
-    apart: dict[int, Micro] = field(default_factory=dict)
-    failures: dict[int, BaseException] = field(default_factory=dict)
-    is_last: bool = True
-    returned: set[Wire] = field(default_factory=set)
-
-    def has_wire(self, wire: Any) -> bool:
-        """Whether it is on the device, or nobody is to read it any more."""
-        if isinstance(wire, Apart):
-            own = self.apart.get(wire.slot)
-            return own is None or own.has_wire(wire.wire)
-        return not any(self.active) or Micro.has_wire(self, wire)
-
-    def forget_wire(self, wire: Any) -> None:
-        """It waits elsewhere now."""
-        if isinstance(wire, Apart):
-            self.apart[wire.slot].forget_wire(wire.wire)
-        else:
-            Micro.forget_wire(self, wire)
-
-    def put_wire(self, wire: Any, tensor: Tensor) -> None:
-        """It is back."""
-        if isinstance(wire, Apart):
-            self.apart[wire.slot].put_wire(wire.wire, tensor)
-        else:
-            Micro.put_wire(self, wire, tensor)
-            self.returned.add(wire)
-
-    def tensors(self) -> list[Tensor]:
-        """Everything held, for the byte count."""
-        own = Micro.tensors(self)
-        return own + [tensor for micro in self.apart.values() for tensor in micro.tensors()]
 
 
 class StackedUnits:
@@ -122,7 +63,7 @@ class StackedUnits:
         crew: Who is there now.
         chain: Of a model of the members' code.
         spans: Layers of each shard.
-        usual: Whether a batch is of the layout of those that run together.
+        usual: Whether a batch is of the layout of those that run together; None: all are.
     """
 
     def __init__(
@@ -132,7 +73,7 @@ class StackedUnits:
         chain: Chain,
         spans: Sequence[tuple[int, int]],
         route: Route,
-        usual: Callable[[Any], bool],
+        usual: Callable[[Any], bool] | None,
     ) -> None:
         self._crew, self._backend, self._chain = crew, backend, chain
         self._spans, self._route, self._usual = spans, route, usual
@@ -144,6 +85,8 @@ class StackedUnits:
         self._chains: tuple[Any, Chain] | None = None  # of which template
         self._odd = OddSlots(crew, chain, spans, route)
         self._to_come = 1  # micro-batches of the step
+        self._gathered: Gathered | None = None  # where each leaves its gradients by themselves
+        self._took_part: set[int] = set()
         self.scale = 1.0 / chain.recipe.accumulate
 
     def written(self, shard: int) -> Sequence[str]:
@@ -172,6 +115,9 @@ class StackedUnits:
         """A step of so many micro-batches begins, or an evaluation of one batch."""
         self._to_come = micro_batches
         self._odd.restart()
+        if self._usual is None:
+            self._gathered = Gathered(self._crew().stacked.parameters)
+            self._took_part.clear()
 
     def lacking(self, slot: int | None) -> AbstractSet[str]:
         """As ``OddSlots.lacking``."""
@@ -193,7 +139,7 @@ class StackedUnits:
 
     def _take_up(self, slot: int, batch: Any, micro: StackedMicro) -> None:
         try:
-            if self._usual(batch):
+            if self._usual is None or self._usual(batch):
                 micro.active[slot] = True
             else:
                 micro.apart[slot] = self._odd.begin(slot, batch)
@@ -205,6 +151,14 @@ class StackedUnits:
     def step_program(self, micro_batches: int, clip: bool) -> Program:
         """One optimizer step."""
         return self._route.step(micro_batches, clip)
+
+    def micro_program(self, micro: int) -> Program:
+        """A micro-batch of a step of an unknown number of them."""
+        return self._route.micro(micro)
+
+    def finish_program(self, clip: bool) -> Program:
+        """The step after those."""
+        return self._route.finish(clip)
 
     def evaluation_program(self) -> Program:
         """One validation batch."""
@@ -294,7 +248,8 @@ class StackedUnits:
         counted = set[int]()
         if any(micro.active):
             work = self._backward_last if last else self._backward
-            found = self._guarded(shard, micro, lambda: work(shard, micro))
+            with self._by_themselves(micro):
+                found = self._guarded(shard, micro, lambda: work(shard, micro))
             losses = losses if found is None else found
             counted = {slot for slot, is_active in enumerate(micro.active) if is_active}
         for slot in list(micro.apart):
@@ -309,6 +264,27 @@ class StackedUnits:
         if not last:
             return None
         return Result(losses, counted=[slot in counted for slot in range(len(losses))])
+
+    def _by_themselves(self, micro: StackedMicro) -> AbstractContextManager[None]:
+        """A backward inside; where each leaves its gradients by themselves, so does this one."""
+        if self._gathered is None:
+            return nullcontext()
+        slots = [slot for slot, is_active in enumerate(micro.active) if is_active]
+        self._took_part.update(slots)
+        return self._gathered.adding(slots)
+
+    def require_even(self, without: Collection[int], shards: Iterable[int]) -> None:
+        """Check, before these shards step, that slots have gradients of the same parameters.
+
+        Those that do not step are ``without`` them.
+
+        Raises:
+            Declined: one lacks a gradient that others have.
+        """
+        for shard in shards if self._gathered is not None else ():
+            names = self._chain.parameters_in(*self._spans[shard])
+            assert self._gathered is not None
+            self._gathered.require_even(self._took_part.difference(without), names)
 
     def _backward_last(self, shard: int, micro: StackedMicro) -> Tensor:
         crew, (start, stop) = self._crew(), self._spans[shard]

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import warnings
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 
 from shoal.core.spec import HyperParameters, TrialSpec
 from shoal.fusion import Member
-from shoal.fusion.batches import layout_of
+from shoal.fusion.batches import elements_of, layout_of
 from shoal.fusion.lengths import ranges
 from shoal.fusion.signature import kind_of
 from shoal.optimizers import build_optimizer_of
@@ -102,12 +102,23 @@ class Crowd:
 
         Who has none gets another one's: it is compared with itself alone on that.
         """
+        return self._of_one(count, lambda layouts: Counter(layouts).most_common(1)[0][0])
+
+    def longest(self, count: int) -> list[Any]:
+        """A batch for each of the first ``count``, all of the layout that has the most elements.
+
+        Who has none of that layout gets another one's.
+        """
+        return self._of_one(count, lambda layouts: max(layouts, key=elements_of))
+
+    def _of_one(self, count: int, chosen: Callable[[list[Hashable]], Hashable]) -> list[Any]:
+        """Of the layout that is ``chosen`` among those that each has, each once."""
         if not self.varies:
             return self.first_batches(count)
         mine = [_first_of_each(itertools.chain(*groups)) for groups in self.groups[:count]]
-        usual = Counter(layout for batches in mine for layout in batches).most_common(1)[0][0]
-        some = next(batches[usual] for batches in mine if usual in batches)
-        return [batches.get(usual, some) for batches in mine]
+        one = chosen(list(itertools.chain(*mine)))
+        some = next(batches[one] for batches in mine if one in batches)
+        return [batches.get(one, some) for batches in mine]
 
     def _read(self, train: Any) -> list[list[Any]]:
         each = self._recipe.accumulate

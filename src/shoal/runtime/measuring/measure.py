@@ -217,10 +217,7 @@ class Measurer:
         trial = order.trial.number
         with eagerly():
             bench = self._bench_of(order.trials)
-            found = bench.shards(order)
-        return MeasuredArrayShards(
-            trial, found.found, found.declined, is_over=found.is_over, build_s=found.build_s
-        )
+            return MeasuredArrayShards(trial, *bench.shards(order))
 
     # -- measure --------------------------------------------------------------------------
 

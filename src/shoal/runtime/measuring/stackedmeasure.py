@@ -38,7 +38,8 @@ from shoal.partition.chain import Chain
 from shoal.partition.track import AllocationTracker
 from shoal.recipe import to_device
 from shoal.rng import RngState
-from shoal.runtime.arrays.units import Result, StackedMicro, StackedUnits
+from shoal.runtime.arrays.micro import Result, StackedMicro
+from shoal.runtime.arrays.units import StackedUnits
 from shoal.runtime.compute import tensors_of
 from shoal.runtime.measuring.loneunits import lone_pass_in_shards, unlike
 from shoal.runtime.measuring.meter import HOST, Meter, copied_to, stored_bytes
@@ -104,7 +105,7 @@ class StackedMeasure:
 
     ``meter`` counts what is on the device; ``wall`` says the time when all that was launched is
     done. ``as_whole``: held against the array as a whole, or against trials alone. ``one_base``:
-    what is frozen is there once.
+    what is frozen is there once. ``any_layout``: it will run batches of others than these, too.
     """
 
     def __init__(
@@ -117,10 +118,11 @@ class StackedMeasure:
         *,
         as_whole: bool = True,
         one_base: bool = False,
+        any_layout: bool = False,
     ) -> None:
         self._members, self._batches, self._chain = members, list(batches), chain
         self._meter, self._wall, self._as_whole = meter, wall, as_whole
-        self._device, self._one_base = meter.device, one_base
+        self._device, self._one_base, self._any_layout = meter.device, one_base, any_layout
 
     def shards(self, cuts: Sequence[int]) -> tuple[ShardSpec, ...]:
         """The shards between ``cuts``; parameters, state and steps are the caller's to fill.
@@ -152,6 +154,7 @@ class StackedMeasure:
                 members,
                 device=where,
                 backend=backend,
+                any_layout=self._any_layout,
                 one_base=self._one_base,
                 stacking=functools.partial(Unplaced, device=where),
             )

@@ -76,12 +76,14 @@ LONG_S = 0.5  # a contender with longer slices is timed in one round
 
 
 class Shards(NamedTuple):
-    """Of an array, or why it has none; ``is_over``: a unit needs more than the device has."""
+    """Of an array, or why it has none: what ``MeasuredArrayShards`` tells."""
 
     found: tuple[ShardSpec, ...]
     declined: str
     is_over: bool = False
     build_s: Seconds = NO_SECONDS
+    passes: float = 1.0
+    lengths: str = ""
 
 
 class _Ready(NamedTuple):
@@ -416,7 +418,7 @@ class ArrayBench:
         """An array in shards; why there is none, in words."""
         crowd, trial, width = self._crowd, self._first, order.width
         self._works, self._alone = (), None
-        crowd.trials, crowd.one_base = order.trials, order.one_base
+        crowd.trials, crowd.one_base, crowd.varies = order.trials, order.one_base, order.varies
         crowd.grow(width)
         began = time.perf_counter()
         try:
@@ -425,14 +427,17 @@ class ArrayBench:
             build_s = Seconds(time.perf_counter() - began)
             measure = StackedMeasure(
                 crowd.members[:width],
-                crowd.first_batches(width),
+                crowd.longest(width),
                 chain,
                 self.meter,
                 self._clock,
                 as_whole=self._where.type == "cpu",
                 one_base=order.one_base,
+                any_layout=order.varies,
             )
-            return Shards(measure.shards(order.cuts), "", build_s=build_s)
+            found, lengths = measure.shards(order.cuts), crowd.lengths(width)
+            passes = passes_of(crowd.steps(width)) if order.varies else 1.0
+            return Shards(found, "", build_s=build_s, passes=passes, lengths=lengths)
         except Declined as error:
             return Shards((), str(error))
         except (RuntimeError, MemoryError) as error:

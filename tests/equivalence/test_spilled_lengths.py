@@ -1,0 +1,162 @@
+"""Arrays in shards of trials whose batches are padded to their longest row, to their bits."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+import shoal
+from shoal.core.technique import Spilled
+from shoal.observe import read_outline
+from shoal.observe.snapshot import Snapshot
+from shoal.verify import verify_trials
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+WORDS, WIDTH = 20, 3
+
+
+class Texts(nn.Module):
+    """Words, encoder layers with dropout, statistics of their mean, two classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, 8, padding_idx=0)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True) for _ in range(3)
+        )
+        self.norm, self.head = nn.BatchNorm1d(8), nn.Linear(8, 2)
+
+    def forward(self, ids):
+        is_there = ids > 0
+        rows = self.words(ids)
+        for layer in self.layers:
+            rows = layer(rows, src_key_padding_mask=~is_there)
+        rows = rows * is_there.unsqueeze(-1)
+        return self.head(self.norm(rows.sum(1) / is_there.sum(1, keepdim=True)))
+
+
+class Skipping(Texts):
+    """One that has a part for long texts alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late = nn.Linear(8, 8)
+
+    def forward(self, ids):
+        return super().forward(ids) + (self.late.weight.sum() if ids.shape[1] > 9 else 0.0)
+
+
+@functools.cache
+def rows():
+    draws = torch.Generator().manual_seed(11)
+    lengths = torch.randint(4, 13, (44,), generator=draws).tolist()
+    ids = [torch.randint(1, WORDS, (length,), generator=draws) for length in lengths]
+    return [(row, int(row.sum()) % 2) for row in ids]
+
+
+def padded(some):
+    longest = max(len(ids) for ids, _ in some)
+    ids = torch.stack([F.pad(ids, (0, longest - len(ids))) for ids, _ in some])
+    return ids, torch.tensor([label for _, label in some])
+
+
+def data(hp):
+    train = DataLoader(rows(), batch_size=4, shuffle=True, collate_fn=padded)
+    return train, DataLoader(rows()[:16], batch_size=4, collate_fn=padded)
+
+
+def recipe(model=Texts, **changes):
+    loss = changes.pop("loss", lambda output, batch: F.cross_entropy(output, batch[1]))
+    options = {"data": data} | changes
+    return shoal.Recipe(model=lambda hp: model(), loss=loss, **options)
+
+
+HOST = Spilled(shards=3, optimizer="host")
+DEVICE = Spilled(shards=3, optimizer="device", keep=(1,))
+SPACES = {
+    "one order": {"lr": [0.01, 0.003, 0.001], "seed": [5]},
+    "orders of their own": {"lr": [0.01, 0.003, 0.001]},
+}
+
+
+def assert_exact(report, rows, made):
+    verdicts = [*verify_trials(report.directory, rows, recipe=made)]
+    told = [(verdict.first_difference, verdict.failure, verdict.skipped) for verdict in verdicts]
+    assert told == [("", "", "")] * len(rows)
+
+
+def assert_verified(report, made, width=WIDTH):
+    assert [trial.error for trial in report.trials] == [""] * len(report.trials)
+    found = Snapshot.of(read_outline(report.directory)).trials
+    assert {row.technique for row in found} == {"Spilled"}
+    assert {row.numerics["array_layouts"] for row in found} == {"all"}
+    assert {row.numerics["array"].partition(" of ")[2] for row in found} == {str(width)}
+    assert_exact(report, found, made)
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("space", SPACES)
+@pytest.mark.parametrize("technique", [HOST, DEVICE], ids=["host", "device"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_in_shards_too(space, technique, accumulate, clip, run_study):
+    made = recipe(accumulate=accumulate, clip_grad_norm=clip)
+    options = {"technique": technique, "poison": True, "timeline": False}
+    report = run_study(made, shoal.grid(**SPACES[space]), epochs=2, fuse=WIDTH, **options)
+    assert_verified(report, made)
+    words = "passes, one for each length" if "own" in space else "one length at each step"
+    assert words in (report.directory / "plan.json").read_text()
+
+
+def failing(output, batch, hp):
+    if hp["bad"] and batch[0].shape[1] == 12 and output.requires_grad:
+        raise ValueError("too long a text")
+    return F.cross_entropy(output, batch[1])
+
+
+def test_trials_come_to_slots_in_turn_and_one_fails_at_some_length(run_study):
+    made = recipe(loss=failing)
+    space = shoal.grid(lr=[0.01, 0.003], bad=[0, 1])
+    report = run_study(made, space, epochs=2, fuse=2, technique=HOST, timeline=False)
+    failed = [trial for trial in report.trials if trial.error]
+    assert all("too long a text" in trial.error for trial in failed)
+    assert [trial.hp["bad"] for trial in failed] == [1, 1]
+    found = [r for r in Snapshot.of(read_outline(report.directory)).trials if not r.hp["bad"]]
+    assert {row.numerics["array_layouts"] for row in found} == {"all"}
+    assert_exact(report, found, made)
+
+
+def long_last(hp):
+    """Ten batches in the trial's own order, the last one longer than any that is looked at."""
+    draws = torch.Generator().manual_seed(int(1e4 * hp["lr"]))
+    last = 5 if hp.get("short") and hp["lr"] < 0.005 else 60
+    lengths = [*torch.randint(4, 9, (9,), generator=draws).tolist(), last]
+    each = [torch.randint(1, WORDS, (4, length), generator=draws) for length in lengths]
+    return [(ids, ids[:, 0] % 2) for ids in each], None
+
+
+def test_a_length_for_which_there_is_no_room_ends_nobody(run_study):
+    made = recipe(data=long_last)
+    space = shoal.grid(lr=[0.01, 0.003])
+    options = {"technique": Spilled(shards=5, optimizer="host"), "memory": "720KiB"}
+    report = run_study(made, space, epochs=1, fuse=2, timeline=False, **options)
+    assert [trial.error for trial in report.trials] == [""] * 2
+    found = Snapshot.of(read_outline(report.directory)).trials
+    assert all("from step 9 alone" in row.numerics["array"] for row in found)
+    assert_exact(report, found, made)
+
+
+def test_a_part_that_only_some_lengths_use_has_trials_go_on_alone(run_study):
+    made = recipe(Skipping, data=long_last)
+    space = shoal.grid(lr=[0.01, 0.003], short=[True])
+    report = run_study(made, space, epochs=1, fuse=2, technique=HOST, timeline=False)
+    assert [trial.error for trial in report.trials] == [""] * 2
+    found = Snapshot.of(read_outline(report.directory)).trials
+    assert all("from step 9 alone" in row.numerics["array"] for row in found)
+    assert_exact(report, found, made)
