@@ -220,11 +220,12 @@ def test_the_commands_of_the_shell_reach_the_study(bench, capsys):
 @pytest.mark.parametrize("technique", TECHNIQUES)
 def test_a_stopped_trial_keeps_its_state_and_resume_does_not_begin_it_again(technique, bench):
     technique = TECHNIQUES[technique]
-    bench.orders.at(at_step(0, 20), StopTrial(trial=0), "stop")
+    bench.orders.at(at_step(0, 20), StopTrial(trial=0, reason="seen enough"), "stop")
     report = bench.run(technique=technique)
     assert states(report) == ["STOPPED", "FINISHED"]
     assert "is stopped" in bench.orders.join()["stop"]["text"]
     (stopped,) = bench.heard.of(TrialStopped)
+    assert stopped.reason == "seen enough"
     last = bench.heard.of(StepFinished, trial=0)[-1].step
     assert stopped.step == last == saved_step(report, 0)
     bench.check_bits(report, report.trials[1:])

@@ -39,6 +39,7 @@ class StopTrial:
     """End one trial where it is; its state is kept, and the others go on."""
 
     trial: int
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

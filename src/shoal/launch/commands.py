@@ -125,7 +125,7 @@ class Commands:
                 self._at_end.append(answer)
                 execution.stop(command.reason or "shoal stop", grace_s=command.grace_s)
             case StopTrial():
-                self._stop_trial(command.trial, answer)
+                self._stop_trial(command, answer)
             case Pause():
                 self._pause(answer)
             case Continue():
@@ -162,7 +162,8 @@ class Commands:
 
         self._execution.when_free(do)
 
-    def _stop_trial(self, trial: int, answer: Answer) -> None:
+    def _stop_trial(self, command: StopTrial, answer: Answer) -> None:
+        trial = command.trial
         self._record.trial(trial)
         if self._execution.trial(trial) is None:
             raise SpecError(
@@ -173,7 +174,7 @@ class Commands:
             ended = "is stopped; its state is kept" if is_stopped else "ended before it could stop"
             answer({"text": f"trial {trial} {ended}"})
 
-        self._execution.stop_trial(trial, "shoal stop", tell)
+        self._execution.stop_trial(trial, command.reason or "shoal stop", tell)
 
     def _clone(self, command: CloneTrial, answer: Answer) -> None:
         is_new = self._decide(command).is_new  # refuse now

@@ -49,7 +49,7 @@ def stop_study(
     """End a study that can be resumed, or one of its trials."""
     place = _find(name, directory)
     if trial is not None:
-        answer = send(place, StopTrial(trial=trial))
+        answer = send(place, StopTrial(trial=trial, reason=reason))
         return _tell(answer, f"trial {trial} stops; its state is kept", as_json)
     answer = send(place, StopStudy(reason=reason, grace_s=grace_s), timeout_s=grace_s + SAVING_S)
     _wait_for_end(place)

@@ -75,7 +75,7 @@ def _said(client: socket.socket) -> str:
 def test_a_command_gets_its_answer(place: Path, serve: Serve) -> None:
     serve()
 
-    assert send(place, StopTrial(trial=3)) == {"text": "StopTrial(trial=3)"}
+    assert send(place, StopTrial(trial=3)) == {"text": str(StopTrial(trial=3))}
 
 
 def test_the_answer_may_come_later_and_from_another_thread(place: Path, serve: Serve) -> None:

@@ -115,6 +115,11 @@ def test_a_study_that_was_stopped_is_let_go(running: SimpleNamespace) -> None:
             "stopped; go on with it: shoal resume {}/sweep",
         ),
         (("stop", "sweep", "1"), StopTrial(trial=1), "trial 1 stops; its state is kept"),
+        (
+            ("stop", "sweep", "1", "--reason", "seen enough"),
+            StopTrial(trial=1, reason="seen enough"),
+            "trial 1 stops; its state is kept",
+        ),
         (("pause", "sweep"), Pause(), "paused; go on with it: shoal resume {}/sweep"),
         (("extend", "sweep", "--trials", "3"), ExtendTrials(trials=3), "3 more to train"),
         (
