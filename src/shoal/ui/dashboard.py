@@ -41,12 +41,16 @@ from shoal.ui.text import (
     format_metric,
     format_steps,
     how,
+    short_titles,
     shorten,
     varying_names,
 )
 
 REFRESH_S = 0.25
 _GAP = 2  # blanks between two columns
+_BAR = (8, 30)  # of progress: the least and the greatest width
+_LOW = 16  # lines of a terminal that has none to spare
+_NAME = 12  # characters of the study's name that are always shown
 _STYLES = {
     TrialState.PENDING: "dim",
     TrialState.RUNNING: "cyan",
@@ -163,7 +167,9 @@ def render(snapshot: Snapshot, width: int = 80, height: int = 24) -> RenderableT
     unfused = [] if snapshot.is_finished else snapshot.unfused  # then the ending has it
     behind += [_one_line(f"unfused {words}", "dim") for words in unfused]
     waits = [_one_line(describe_wait(wait)) for wait in snapshot.waits]
-    room = max(1, height - len(devices) - len(waits) - len(failures) - len(behind) - 7)
+    footer = _footer(snapshot, width if height > _LOW else None)
+    below = len(devices) + len(waits) + len(failures) + len(behind) + len(footer)
+    room = max(1, height - below - 6)
     rows = choose_rows(snapshot, room)
     hidden = snapshot.total - len(rows)
     more = [Text(f"... and {counted(hidden, 'more trial')}", style="dim")] if hidden > 0 else []
@@ -178,7 +184,7 @@ def render(snapshot: Snapshot, width: int = 80, height: int = 24) -> RenderableT
         *devices,
         *waits,
         *behind,
-        _footer(snapshot),
+        *footer,
     )
 
 
@@ -235,11 +241,23 @@ def _table(snapshot: Snapshot, rows: list[TrialRow], width: int) -> Table:
 
 
 def fit(columns: list[Column], width: int) -> list[Column]:
-    """The columns that fit side by side; the last to go keep their order."""
+    """The columns that fit side by side, long titles shortened; those kept keep their order."""
+
+    def is_too_wide(some: list[Column]) -> bool:
+        return sum(column.width + _GAP for column in some) - _GAP > width
+
     kept = list(columns)
-    while len(kept) > 1 and sum(column.width + _GAP for column in kept) - _GAP > width:
+    if is_too_wide(kept):
+        titles = short_titles([c.title for c in kept], _rows_of(kept))
+        kept = [column._replace(title=title) for column, title in zip(kept, titles, strict=True)]
+    while len(kept) > 1 and is_too_wide(kept):
         kept.remove(max(kept, key=lambda column: column.drop))
     return kept
+
+
+def _rows_of(columns: list[Column]) -> list[list[str]]:
+    cells = zip(*(column.cells for column in columns), strict=True)
+    return [[cell.plain for cell in row] for row in cells]
 
 
 def _columns(snapshot: Snapshot, rows: list[TrialRow]) -> list[Column]:
@@ -290,17 +308,21 @@ def _speed(row: TrialRow) -> str:
 
 def _title(snapshot: Snapshot, width: int) -> RenderableType:
     total = total_steps(snapshot)
-    line = Table.grid(padding=(0, 2))
+    trials, steps = counted(snapshot.total, "trial"), counted(snapshot.steps_done, "step")
+    if total:
+        share = 100 * snapshot.steps_done / total
+        steps = f"{share:.0f} % of {counted(total, 'step')}"
+    room = width - len(trials) - len(steps) - 3 * _GAP
+    name = shorten(snapshot.study, max(_NAME, room + _GAP))
+    bar = min(_BAR[1], room - len(name))
+    cells: list[RenderableType] = [Text.assemble((name, "bold"), f"  {trials}"), Text(steps)]
+    line = Table.grid(padding=(0, _GAP))
     line.add_column(no_wrap=True)
-    line.add_column(width=max(8, min(30, width - 56)))
+    if total and bar >= _BAR[0]:
+        line.add_column(width=bar)
+        cells.insert(1, ProgressBar(total=total, completed=snapshot.steps_done))
     line.add_column(no_wrap=True)
-    share = 100 * snapshot.steps_done / total if total else 0
-    steps = counted(total, "step") if total else ""
-    line.add_row(
-        Text.assemble((snapshot.study, "bold"), f"  {counted(snapshot.total, 'trial')}"),
-        ProgressBar(total=total or 1, completed=snapshot.steps_done),
-        Text(f"{share:.0f} % of {steps}" if total else counted(snapshot.steps_done, "step")),
-    )
+    line.add_row(*cells)
     return line
 
 
@@ -308,7 +330,8 @@ def _device_line(row: DeviceRow, *, is_over: bool = False) -> Text:
     peak = format_bytes(row.peak_bytes) if row.peak_bytes else DASH
     budget = format_bytes(row.budget_bytes)
     busy = "" if row.busy is None else f"  busy {100 * row.busy:.0f} %"
-    speed = "" if row.speed is None or is_over else f"  {row.speed:.1f} steps/s"
+    is_idle = is_over or not row.trials
+    speed = "" if row.speed is None or is_idle else f"  {row.speed:.1f} steps/s"
     trials = ", ".join(map(str, row.trials))
     running = (
         f"  trials {trials}" if len(row.trials) > 1 else f"  trial {trials}" if trials else ""
@@ -331,13 +354,13 @@ def _failure_lines(snapshot: Snapshot) -> list[Text]:
     ]
 
 
-def _footer(snapshot: Snapshot) -> Text:
-    return Text(
-        f"{counts_of(snapshot)}    elapsed {format_seconds(snapshot.seconds)}    {_end(snapshot)}",
-        style="bold",
-        no_wrap=True,
-        overflow="ellipsis",
-    )
+def _footer(snapshot: Snapshot, width: int | None) -> list[Text]:
+    """In one line, or in two where one of ``width`` has no room for how long it will take."""
+    counts = counts_of(snapshot)
+    times = f"elapsed {format_seconds(snapshot.seconds)}    {_end(snapshot)}"
+    whole = f"{counts}    {times}"
+    lines = [whole] if width is None or len(whole) <= width else [counts, times]
+    return [_one_line(line, "bold") for line in lines]
 
 
 def _end(snapshot: Snapshot) -> str:

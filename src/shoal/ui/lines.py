@@ -323,9 +323,15 @@ def describe_behind(snapshot: Snapshot) -> list[str]:
 
 
 def total_steps(snapshot: Snapshot) -> int | None:
-    """Of all trials, those that are not planned yet taken for usual ones; None: unknown."""
-    steps = [row.steps for row in snapshot.trials]
-    if not steps or any(count is None for count in steps):
+    """What there is to do in all: of a trial that has ended no more than it did; None: unknown.
+
+    Trials that are not planned yet are taken for usual ones.
+    """
+    done = sum(row.step for row in snapshot.trials if row.is_done)
+    waiting = [row for row in snapshot.trials if not row.is_done]
+    left = [row.steps for row in waiting if row.steps is not None]
+    known = [row.steps for row in snapshot.trials if row.steps is not None]
+    unplanned = snapshot.total - len(snapshot.trials)
+    if len(left) < len(waiting) or not snapshot.trials or (unplanned and not known):
         return None
-    known = [count for count in steps if count is not None]
-    return round(sum(known) / len(known) * snapshot.total)
+    return done + sum(left) + round(unplanned * sum(known) / max(1, len(known)))

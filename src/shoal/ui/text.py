@@ -92,6 +92,18 @@ def without_columns(
     return [header[i] for i in kept], [[row[i] for i in kept] for row in rows]
 
 
+TITLE = 16  # characters of a column's title, where lines have no room for more
+
+
+def short_titles(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Titles that make no column much wider than its cells."""
+    cells = list(zip(*rows, strict=True)) or [()] * len(header)
+    return [
+        shorten(title, max(TITLE, *map(len, column), 0))
+        for title, column in zip(header, cells, strict=True)
+    ]
+
+
 def terminal_width() -> int | None:
     """How wide a line of standard output may be; None where no terminal shows it."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
