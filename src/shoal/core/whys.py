@@ -20,4 +20,4 @@ def unfused_counts(whys: Iterable[str]) -> tuple[str, ...]:
     found = Counter(why.removeprefix(UNFUSED) for why in whys if why.startswith(UNFUSED))
     said = [f"{counted(count, 'trial')}: {why}" for why, count in found.most_common(_MOST)]
     left = len(found) - _MOST
-    return (*said, *[f"... and {left} more reasons"] * (left > 0))
+    return (*said, *[f"... and {counted(left, 'more reason')}"] * (left > 0))

@@ -41,6 +41,7 @@ from shoal.ui.text import (
     format_steps,
     how,
     plain_reason,
+    short_titles,
     shorten,
     terminal_width,
     varying_names,
@@ -74,7 +75,7 @@ def list_studies(directory: Path, *, as_json: bool) -> int:
     elif not places:
         print(f"no studies in {directory.resolve()}")
     else:
-        print(_ls_table(found))
+        print(ls_table(found, width=terminal_width()))
     errors = [error for error in found.values() if isinstance(error, StorageError)]
     for error in errors:
         print(f"shoal: {error}", file=sys.stderr)
@@ -96,6 +97,7 @@ def _ls_record(place: Path, snapshot: Snapshot | StorageError) -> dict[str, Any]
 
 
 _SAVED = re.compile(r"step-([0-9]+)")
+DEVICE_HEADER = ("device", "peak", "budget", "peak/budget", "predicted", "busy", "restarts")
 _REASONS, _FAILED = 3, 5  # lines at most
 _LS_HEADER = (
     *("study", "state", "trials", "pruned", "failed"),
@@ -103,13 +105,21 @@ _LS_HEADER = (
 )
 
 
-def _ls_table(found: Mapping[Path, Snapshot | StorageError]) -> str:
-    """A line per study; how many trials were pruned is left out where none was."""
-    header, table = list(_LS_HEADER), [_ls_row(place, s) for place, s in found.items()]
-    place = header.index("pruned")
-    if all(row[place] in ("0", DASH) for row in table):
-        header, table = without_columns(header, table, [place])
-    return align(header, table)
+def ls_table(found: Mapping[Path, Snapshot | StorageError], *, width: int | None = None) -> str:
+    """A line per study; how many trials were pruned is left out where none was.
+
+    ``width``: of a line; where that is too little the columns that say least are left out.
+    """
+    table = [_ls_row(place, s) for place, s in found.items()]
+    pruned = _LS_HEADER.index("pruned")
+    left = [pruned] * all(row[pruned] in ("0", DASH) for row in table)
+    text = align(*without_columns(_LS_HEADER, table, left))
+    for name in ("took", "last written", "metric", "pruned", "failed"):
+        if width is None or max(map(len, text.splitlines())) <= width:
+            break
+        left.append(_LS_HEADER.index(name))
+        text = align(*without_columns(_LS_HEADER, table, left))
+    return text
 
 
 def _ls_row(place: Path, snapshot: Snapshot | StorageError) -> list[str]:
@@ -141,7 +151,7 @@ def ending_code(snapshot: Snapshot) -> ExitCode:
 def describe_ending(snapshot: Snapshot, place: Path) -> str:
     """What a finished run prints: leaderboard, devices, failures, where the weights are."""
     board = leaderboard(snapshot, study_state(snapshot, place), width=terminal_width())
-    parts = ["", board, "", device_table(snapshot), ""]
+    parts = ["", board, "", device_table(snapshot, width=terminal_width()), ""]
     failures = failure_lines(snapshot, place)
     if failures:
         parts += [*failures, ""]
@@ -202,7 +212,7 @@ def describe_study(snapshot: Snapshot, place: Path) -> str:
         "",
         leaderboard(snapshot, state, width=terminal_width()),
         "",
-        device_table(snapshot),
+        device_table(snapshot, width=terminal_width()),
     ]
     failures = failure_lines(snapshot, place)
     more = [
@@ -216,7 +226,7 @@ def leaderboard(snapshot: Snapshot, study: str = "running", *, width: int | None
 
     Where all of them finished, their states are left out. ``study``: its state, in which what the
     record has as running may not be. ``width``: of a line, where it is limited; columns that have
-    no room are named.
+    no room are named, after long titles were shortened.
     """
     rows = ranking(snapshot)
     names = varying_names(row.hp for row in snapshot.trials)
@@ -226,13 +236,17 @@ def leaderboard(snapshot: Snapshot, study: str = "running", *, width: int | None
     left = [from_] * (not any(row.inherited for row in rows))
     left += [state] * all(row.state is TrialState.FINISHED for row in rows)
     text, left_out = align(*without_columns(header, table, left)), []
+    titles = header
+    if width is not None and max(map(len, text.splitlines())) > width:
+        titles = short_titles(header, table)
+        text = align(*without_columns(titles, table, left))
     for place in (took, how_, step, loss, from_, *range(len(names), 0, -1)):
         if width is None or max(map(len, text.splitlines())) <= width:
             break
         if place not in left:
             left.append(place)
             left_out.append(header[place])
-            text = align(*without_columns(header, table, left))
+            text = align(*without_columns(titles, table, left))
     if left_out:
         text += f"\n(no room for {', '.join(left_out)})"
     return text
@@ -277,13 +291,23 @@ def _last_taken(row: TrialRow) -> Inherited | None:
     return row.inherited[-1] if row.inherited else None
 
 
-def device_table(snapshot: Snapshot) -> str:
-    """What each device held at most, beside its budget, and how much of the time it computed."""
-    header = ["device", "peak", "budget", "peak/budget", "predicted", "busy", "restarts"]
-    return align(header, [_device_cells(row) for row in snapshot.devices])
+def device_table(snapshot: Snapshot, *, width: int | None = None) -> str:
+    """What each device held at most, beside its budget, and how much of the time it computed.
+
+    ``width``: of a line; where that is too little the columns that say least are left out.
+    """
+    table, left = [device_cells(row) for row in snapshot.devices], list[int]()
+    text = align(DEVICE_HEADER, table)
+    for name in ("peak/budget", "predicted", "restarts"):
+        if width is None or max(map(len, text.splitlines())) <= width:
+            break
+        left.append(DEVICE_HEADER.index(name))
+        text = align(*without_columns(DEVICE_HEADER, table, left))
+    return text
 
 
-def _device_cells(row: DeviceRow) -> list[str]:
+def device_cells(row: DeviceRow) -> list[str]:
+    """A device as the table's words."""
     has_both = row.peak_bytes and row.budget_bytes  # no peak is measured of compiled arrays
     share = f"{100 * row.peak_bytes / row.budget_bytes:.0f}%" if has_both else DASH
     return [
@@ -319,7 +343,8 @@ def replanned_lines(snapshot: Snapshot) -> list[str]:
     lines = [
         f"replanned {counted(count, 'trial')}: {why}" for why, count in found.most_common(_REASONS)
     ]
-    return lines + [f"... and {len(found) - _REASONS} more reasons"] * (len(found) > _REASONS)
+    left = len(found) - _REASONS
+    return lines + [f"replanned ... and {counted(left, 'more reason')}"] * (left > 0)
 
 
 def warning_lines(snapshot: Snapshot) -> list[str]:
@@ -407,11 +432,13 @@ def describe_trial(snapshot: Snapshot, row: TrialRow, place: Path) -> str:
     """A trial as text: settings, learning curve, error."""
     settings = ", ".join(f"{name}={format_value(value)}" for name, value in row.hp.items())
     state = trial_state(row, study_state(snapshot, place))
+    none = "" if row.step else "on no device yet; "  # which one was last is not on record
+    place_of = f"last on {row.device}; " if row.device else none
     lines = [
         f"trial {row.number} of {snapshot.study} ({settings}; seed {row.seed}): "
         f"{state} at step {format_steps(row.step, row.steps)}",
         f"{_trains_as(row)}, predicted peak "
-        f"{format_bytes(row.predicted_bytes)}; last on {row.device or 'no device'}; "
+        f"{format_bytes(row.predicted_bytes)}; {place_of}"
         f"{format_seconds(row.seconds)}, {counted(row.restarts, 'restart')}",
         "numerics: " + ", ".join(f"{name}={value}" for name, value in row.numerics.items()),
     ]

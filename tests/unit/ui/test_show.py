@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from shoal.core.event import CheckpointWritten, Event, StudyFinished, TrialFinished
+from shoal.core.event import (
+    CheckpointWritten,
+    Event,
+    StepFinished,
+    StudyFinished,
+    StudyStarted,
+    TrialFinished,
+    TrialPlanned,
+    TrialPruned,
+    WorkerDied,
+)
+from shoal.core.whys import unfused_counts
 from shoal.observe import Database
+from shoal.observe.rows import TrialRow
 from shoal.observe.snapshot import Snapshot
-from shoal.ui.show import describe_trial, study_state, unsaved_lines
+from shoal.ui.show import (
+    describe_trial,
+    device_table,
+    leaderboard,
+    ls_table,
+    study_state,
+    unsaved_lines,
+)
 
 Events = Callable[..., Iterator[Event]]
 
@@ -80,3 +99,78 @@ def test_steps_that_were_lost_with_a_process_are_told(
     lost = sum(row.step for row in rows) - 5
     assert f"{lost} steps of {len(rows)} trial" in line
     assert f"shoal resume {tmp_path}" in line
+
+
+def _named(events: Iterable[Event], long: str) -> list[Event]:
+    """The same events, the learning rate called ``long``."""
+    return [
+        replace(e, hp={long if n == "lr" else n: v for n, v in e.hp.items()})
+        if isinstance(e, TrialPlanned)
+        else e
+        for e in events
+    ]
+
+
+def test_a_narrow_leaderboard_has_short_titles_before_it_lacks_columns(
+    study_events: Events,
+) -> None:
+    long = "learning_rate_of_the_optimizer_of_the_head"
+    snapshot = Snapshot.of(_named(study_events(2), long))
+    assert long in leaderboard(snapshot)
+    narrow = leaderboard(snapshot, width=80)
+    assert "learning_rate..." in narrow
+    assert max(map(len, narrow.splitlines())) <= 80
+    assert "no room" not in narrow
+
+
+def test_a_narrow_table_of_devices_lacks_what_says_least(study_events: Events) -> None:
+    snapshot = Snapshot.of(study_events(2))
+    whole = device_table(snapshot).splitlines()[0]
+    assert device_table(snapshot, width=80).splitlines()[0] == whole
+    narrow = device_table(snapshot, width=50).splitlines()
+    assert narrow[0].split() == ["device", "peak", "budget", "busy", "restarts"]
+    assert max(map(len, narrow)) <= 50
+
+
+def test_a_trial_that_waits_is_not_said_to_have_had_no_device(
+    tmp_path: Path, study_events: Events
+) -> None:
+    events = list(study_events(2))
+    text = describe_trial(*_snapshot_and_row(events, 0), tmp_path)
+    assert "last on cpu:0; " in text
+    waits = [*(e for e in events if not isinstance(e, TrialFinished))]
+    waits = waits[: 1 + max(i for i, e in enumerate(waits) if isinstance(e, StepFinished))]
+    why = "others did better"
+    pruned = TrialPruned(
+        time=9e9, trial=0, step=20, reason=why, checkpoint="", metrics={}, seconds=1.0
+    )
+    died = WorkerDied(time=8e9, device="cpu:0", pid=7, reason="killed", trials=(0,))
+    snapshot, row = _snapshot_and_row([*waits, died, pruned], 0)
+    assert (row.step, row.device) == (20, "")
+    assert "device" not in describe_trial(snapshot, row, tmp_path).splitlines()[1]
+    planned = [e for e in events if isinstance(e, StudyStarted | TrialPlanned)]
+    assert "on no device yet; " in describe_trial(*_snapshot_and_row(planned, 0), tmp_path)
+
+
+def _snapshot_and_row(events: Iterable[Event], trial: int) -> tuple[Snapshot, TrialRow]:
+    snapshot = Snapshot.of(events)
+    return snapshot, snapshot.trial(trial)
+
+
+def test_reasons_that_have_no_room_are_counted_in_words() -> None:
+    whys = [f"unfused: reason {number}" for number in range(4)]
+    assert unfused_counts(whys)[-1] == "... and 1 more reason"
+    assert unfused_counts([*whys, "unfused: another"])[-1] == "... and 2 more reasons"
+
+
+def test_a_narrow_list_of_studies_keeps_their_names_states_and_results(
+    tmp_path: Path, study_events: Events
+) -> None:
+    found = {tmp_path: Snapshot.of(study_events(2))}
+    (tmp_path / "study.db").touch()
+    whole = ls_table(found).splitlines()[0].split()
+    assert whole[-1] == "written"
+    assert ls_table(found, width=200).splitlines()[0].split() == whole
+    narrow = ls_table(found, width=len(tmp_path.name) + 42).splitlines()
+    assert narrow[0].split() == ["study", "state", "trials", "failed", "best"]
+    assert max(map(len, narrow)) <= len(tmp_path.name) + 42
