@@ -471,7 +471,7 @@ def _best_lines(snapshot: Snapshot, row: TrialRow, place: Path) -> list[str]:
         return []
     found = trial_directory(place, row.number).glob(f"step-{best.step:08d}*")
     kept = [path for path in found if path.suffix != ".tmp"]
-    where = f"; weights: {kept[-1]}" if kept else "; kept with Study(keep_best=True)"
+    where = f"; weights: {kept[-1]}" if kept else "; not kept: Study(keep_best=True) would"
     value = format_metric(best.metrics[snapshot.metric])
     return [f"best: {snapshot.metric} {value} at step {best.step}, epoch {best.epoch}{where}"]
 

@@ -10,6 +10,7 @@ import pytest
 
 from shoal.core.event import (
     CheckpointWritten,
+    Evaluated,
     Event,
     StepFinished,
     StudyFinished,
@@ -155,6 +156,15 @@ def test_a_trial_that_waits_is_not_said_to_have_had_no_device(
 def _snapshot_and_row(events: Iterable[Event], trial: int) -> tuple[Snapshot, TrialRow]:
     snapshot = Snapshot.of(events)
     return snapshot, snapshot.trial(trial)
+
+
+def test_a_best_evaluation_that_was_not_kept_is_told_so(
+    tmp_path: Path, study_events: Events
+) -> None:
+    worse = Evaluated(time=9e9, trial=0, step=21, epoch=9, metrics={"valid_loss": 99.0})
+    snapshot, row = _snapshot_and_row([*study_events(1), worse], 0)
+    told = next(s for s in describe_trial(snapshot, row, tmp_path).splitlines() if "best: " in s)
+    assert told.endswith("; not kept: Study(keep_best=True) would")
 
 
 def test_reasons_that_have_no_room_are_counted_in_words() -> None:

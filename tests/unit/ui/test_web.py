@@ -16,6 +16,7 @@ import pytest
 from shoal.core.errors import SpecError
 from shoal.core.event import Event, StudyPlanned
 from shoal.observe import Database
+from shoal.ui.show import DEVICE_HEADER, leaderboard, read_snapshot
 from shoal.ui.web.reading import POINTS, Studies
 from shoal.ui.web.server import Page, serve
 
@@ -79,6 +80,20 @@ def test_a_study_is_told_with_its_trials_devices_curves_and_remarks(page: Page) 
     assert all(len(point) == 2 for curve in study["curves"] for point in curve["points"])
 
 
+def test_the_page_has_the_digits_of_the_terminal(page: Page) -> None:
+    study = json.loads(ask(page, "/api/studies/sweep").text)
+    board = leaderboard(read_snapshot(page.studies.directory / "sweep"))
+    first = study["trials"][0]
+    words = [*first["settings"].values(), *first["cells"].values()]
+    assert len(words) >= 5
+    line = next(row for row in board.splitlines() if row.split()[0] == str(first["number"]))
+    assert all(word in line for word in words), (words, line)
+    assert study["device_header"] == list(DEVICE_HEADER)
+    assert study["devices"][0]["cells"][0] == "cpu:0"
+    assert study["time"].endswith("elapsed")
+    assert study["total_steps"] == study["steps_done"], "of a failed trial what it did"
+
+
 def test_a_trial_is_told_as_show_tells_it_with_the_end_of_its_log(page: Page, runs: Path) -> None:
     place = runs / "sweep" / "trials" / "0002"
     place.mkdir(parents=True)
@@ -128,12 +143,14 @@ def test_another_name_for_this_server_is_refused(page: Page) -> None:
 
 
 def test_the_page_may_load_nothing_from_elsewhere_and_nobody_may_write(page: Page) -> None:
-    for path in ("/", "/page.js", "/page.css", "/api/studies"):
+    for path in ("/", "/page.js", "/page.css", "/page.svg", "/api/studies"):
         answer = ask(page, path)
         assert answer.status == 200
         assert answer.headers["Content-Security-Policy"].startswith("default-src 'none'; script-")
         assert answer.headers["X-Content-Type-Options"] == "nosniff"
         assert "Access-Control-Allow-Origin" not in answer.headers
+    assert 'rel="icon" href="page.svg"' in ask(page, "/").text, "else a browser asks for another"
+    assert ask(page, "/page.svg").headers["Content-Type"] == "image/svg+xml"
     assert "//" not in ask(page, "/").text.replace("<!DOCTYPE html>", "")
     for method in ("POST", "PUT", "DELETE", "OPTIONS"):
         assert ask(page, "/api/studies", method=method).status == 501
@@ -205,7 +222,12 @@ def test_a_browser_shows_the_study_and_the_trial_of_the_address(
         [*command, f"{page.url}#sweep/2"], capture_output=True, text=True, timeout=120
     )
     assert '<h2 id="name">sweep</h2>' in found.stdout
-    assert found.stdout.count("<polyline") == 3
+    picture = found.stdout.partition('id="curves"')[2].partition("</svg>")[0]
+    assert picture.count("<polyline") == 3
+    assert ">step</text>" in picture, "what the axis counts"
+    rows = found.stdout.partition('id="trials"')[2].partition("</table>")[0]
+    assert rows.count("<button") == 4, "a trial can be opened from the keyboard"
+    assert rows.count('aria-expanded="true"') == 1
     assert "<h3>Trial 2</h3>" in found.stdout
     assert "nobody reads 'q'" in found.stdout
     assert '<p id="trouble" role="alert" hidden="">' in found.stdout

@@ -2,11 +2,9 @@
 // What the server says of studies, put on the page as text. Nothing is loaded from elsewhere.
 
 const EVERY_MS = 2000;
-const COLORS = [  // as in the timeline
-  "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#332288", "#999933", "#882255", "#88ccee", "#666666",
-];
+const COLORS = 12, DASHES = 4;  // classes of page.css
 const SVG = "http://www.w3.org/2000/svg";
-const chosen = { study: null, trial: null, chart: null };
+const chosen = { study: null, trial: null, chart: null, isNew: false };
 
 const $ = (id) => document.getElementById(id);
 
@@ -30,42 +28,49 @@ async function ask(path) {
   return answer.json();
 }
 
-// ---------------------------------------------------------------- words
+// Put new content there, unless it is the same: then what is marked or focused stays so. What had the
+// focus has it again in the new content, where something has its key there.
+function fill(element, ...content) {
+  const draft = element.cloneNode(false);
+  draft.append(...content);
+  if (draft.innerHTML === element.innerHTML) return;
+  const active = document.activeElement;
+  const key = element.contains(active) ? active.dataset.key : undefined;
+  element.replaceChildren(...draft.childNodes);
+  if (key === undefined) return;
+  for (const one of element.querySelectorAll("[data-key]")) if (one.dataset.key === key) one.focus();
+}
 
-function number(value) {
-  if (value === null || value === undefined) return "-";
-  if (typeof value !== "number") return String(value);
-  if (Number.isInteger(value)) return String(value);
+// A tick's value with the digits that the distance to the next one needs.
+function tickText(value, step) {
   const size = Math.abs(value);
-  return size >= 0.001 && size < 1000 ? value.toPrecision(4) : value.toExponential(3);
+  if (size && (size < 0.001 || size >= 1e6)) return value.toExponential(1);
+  return value.toFixed(Math.max(0, -Math.floor(Math.log10(step) + 1e-9)));
 }
 
-function seconds(value) {
-  if (value === null || value === undefined) return "-";
-  if (value < 1) return `${Math.round(value * 1000)} ms`;
-  if (value < 60) return `${value.toFixed(1)} s`;
-  const minutes = Math.floor(value / 60);
-  if (minutes < 60) return `${minutes} min ${Math.round(value % 60)} s`;
-  return `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
+// Round values from low to high, about as many as ``most``.
+function ticks(low, high, most, least = 0) {
+  if (!(high > low)) return [[low], 10 ** (Math.floor(Math.log10(Math.abs(low) || 1)) - 3)];
+  const power = 10 ** Math.floor(Math.log10((high - low) / most));
+  const step = Math.max(least, [1, 2, 5, 10].map((f) => f * power).find((f) => f * most >= (high - low) * 0.999) || power);
+  const found = [];
+  for (let at = Math.ceil(low / step - 1e-9); at * step <= high + step * 1e-9; at += 1) found.push(at * step);
+  return [found, step];
 }
 
-function bytes(value) {
-  if (!value) return "-";
-  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
-  let place = 0;
-  while (value >= 1024 && place < units.length - 1) { value /= 1024; place += 1; }
-  return `${place ? value.toFixed(1) : value} ${units[place]}`;
-}
-
-const color = (trial) => COLORS[trial % COLORS.length];
+const look = (trial) => `c${trial % COLORS} d${Math.floor(trial / COLORS) % DASHES}`;
 
 // ---------------------------------------------------------------- parts of the page
 
 function table(id, header, rows) {
   const head = made("tr");
-  for (const [title, isNumber] of header) head.append(made("th", title, isNumber ? "number" : ""));
-  $(id).tHead.replaceChildren(head);
-  $(id).tBodies[0].replaceChildren(...rows);
+  for (const [title, isNumber] of header) {
+    const cell = made("th", undefined, isNumber ? "number" : "");
+    title.split(/(?<=_)/).forEach((part, index) => cell.append(...(index ? [made("wbr")] : []), part));
+    head.append(cell);
+  }
+  fill($(id).tHead, head);
+  fill($(id).tBodies[0], ...rows);
 }
 
 function row(header, cells) {
@@ -75,6 +80,7 @@ function row(header, cells) {
     const kind = header[index][1] ? "number" : "";
     const made_ = made("td", isNode ? undefined : cell, kind);
     if (isNode) made_.append(cell);
+    else if (cell.length > 30) made_.title = cell;
     line.append(made_);
   });
   return line;
@@ -85,33 +91,35 @@ function showStudies(found) {
   $("none").hidden = found.studies.length > 0;
   const items = found.studies.map((study) => {
     const button = made("button", study.name);
-    const best = study.best_value === null || study.best_value === undefined
-      ? "" : `, ${study.metric} ${number(study.best_value)}`;
-    button.append(made("small", study.error || `${study.state}, ${study.finished} of ${study.total}${best}`));
+    const words = [`${study.state}: ${study.finished} of ${study.total} trials`];
+    if (study.pruned) words.push(`${study.pruned} pruned`);
+    if (study.failed) words.push(`${study.failed} failed`);
+    if (study.best_value !== "-") words.push(`${study.metric} ${study.best_value}`);
+    button.dataset.key = study.name;
+    button.append(made("small", study.error || words.join(", ")));
     button.setAttribute("aria-current", String(study.name === chosen.study));
     button.addEventListener("click", () => { choose(study.name); });
     const item = made("li");
     item.append(button);
     return item;
   });
-  $("studies").replaceChildren(...items);
+  fill($("studies"), ...items);
 }
 
 function showStudy(study) {
   $("study").hidden = false;
   $("name").textContent = study.study;
+  document.title = `${study.study} - shoal`;
   const counts = {};
   for (const trial of study.trials) counts[trial.state] = (counts[trial.state] || 0) + 1;
   const words = Object.entries(counts).map(([state, count]) => `${count} ${state}`);
-  const eta = study.eta_seconds ? `, ${seconds(study.eta_seconds)} left` : "";
   $("line").textContent = [[study.state, words.join(", ")].filter(Boolean).join(": "),
-    study.seconds ? seconds(study.seconds) + eta : "", study.source].filter(Boolean).join("; ");
-  const total = study.trials.reduce((sum, trial) => sum + (trial.steps || trial.step), 0);
-  const done = study.trials.reduce((sum, trial) => sum + (isOver(trial) ? trial.steps || trial.step : trial.step), 0);
-  const share = total ? Math.min(100, (100 * done) / total) : 0;
+    study.time, study.source].filter(Boolean).join("; ");
+  const share = study.total_steps ? Math.min(100, (100 * study.steps_done) / study.total_steps) : 0;
+  $("bar").hidden = !study.total_steps;
   $("bar").firstElementChild.style.width = `${share}%`;
   $("bar").setAttribute("aria-valuenow", share.toFixed(0));
-  $("remarks").replaceChildren(...study.remarks.map((line) => made("li", line)));
+  fill($("remarks"), ...study.remarks.map(remark));
   $("metric").textContent = `${study.metric} over steps`;
   showTrials(study);
   showCurves(study);
@@ -119,24 +127,37 @@ function showStudy(study) {
   showTimeline(study);
 }
 
-const isOver = (trial) => ["finished", "failed", "pruned", "stopped"].includes(trial.state);
+// "warning   words": the label and what it says.
+function remark(line) {
+  const [, label, words] = line.match(/^(goes on|no best|[a-z]+) +(.*)$/) || [line, "", line];
+  const item = made("li", "", ["unfused", "replanned", "goes on"].includes(label) ? "dim" : "");
+  item.append(made("strong", label), ` ${words}`);
+  return item;
+}
+
+function mark(trial) {
+  const swatch = drawn("svg", { class: `swatch ${look(trial)}`, viewBox: "0 0 22 10", "aria-hidden": "true" });
+  swatch.append(drawn("polyline", { points: "0,5 22,5" }));
+  return swatch;
+}
 
 function showTrials(study) {
-  const header = [["", false], ["trial", true], ...study.settings.map((name) => [name, true]),
+  const isNumber = (name) => study.trials.every((trial) => ["number", "undefined"].includes(typeof trial.hp[name]));
+  const header = [["", false], ["trial", true], ...study.settings.map((name) => [name, isNumber(name)]),
     ["how", false], ["state", false], ["step", true], ["loss", true], [study.metric, true],
     ["took", true], ["", false]];
   const rows = study.trials.map((trial) => {
-    const swatch = made("span", undefined, "swatch");
-    swatch.style.background = color(trial.number);
-    const steps = trial.steps ? `${trial.step}/${trial.steps}` : String(trial.step);
-    const line = row(header, [swatch, String(trial.number),
-      ...study.settings.map((name) => number(trial.hp[name])), trial.how, trial.state, steps,
-      number(trial.loss), number(trial.metrics[study.metric]),
-      trial.step ? seconds(trial.seconds) : "-", trial.error]);
+    const button = made("button", String(trial.number)), cells = trial.cells;
+    button.dataset.key = String(trial.number);
+    button.setAttribute("aria-label", `trial ${trial.number}`);
+    button.setAttribute("aria-expanded", String(trial.number === chosen.trial));
+    const line = row(header, [mark(trial.number), button,
+      ...study.settings.map((name) => trial.settings[name] ?? "-"), trial.how, trial.state, cells.step,
+      cells.loss, cells.metric, cells.took, trial.error]);
     line.children[3 + study.settings.length].classList.add(trial.state.replace(" ", "-"));
     line.lastElementChild.classList.add("failed");
     line.classList.toggle("chosen", trial.number === chosen.trial);
-    line.addEventListener("click", () => { choose(chosen.study, trial.number); });
+    line.addEventListener("click", () => { toggle(trial.number); });  // the button's too
     return line;
   });
   $("trials").closest("section").hidden = !rows.length;
@@ -144,11 +165,8 @@ function showTrials(study) {
 }
 
 function showDevices(study) {
-  const header = [["device", false], ["peak", true], ["budget", true], ["predicted", true],
-    ["busy", true], ["restarts", true]];
-  const rows = study.devices.map((device) => row(header, [device.name, bytes(device.peak_bytes),
-    bytes(device.budget_bytes), bytes(device.predicted_bytes),
-    device.busy === null ? "-" : `${(100 * device.busy).toFixed(0)}%`, String(device.restarts)]));
+  const header = study.device_header.map((name, index) => [name, index > 0]);
+  const rows = study.devices.map((device) => row(header, device.cells));
   $("devices").closest("section").hidden = !rows.length;
   table("devices", header, rows);
 }
@@ -168,7 +186,8 @@ function range(curves, mode) {
 }
 
 function showCurves(study) {
-  const room = { left: 62, right: 10, top: 8, bottom: 24, width: 900, height: 260 };
+  const width = $("curves").clientWidth || 900;
+  const room = { left: 62, right: 12, top: 8, bottom: 38, width, height: 260 };
   const curves = study.curves
     .map((curve) => ({ ...curve, points: curve.points.filter((p) => typeof p[1] === "number") }))
     .filter((curve) => curve.points.length);
@@ -177,36 +196,37 @@ function showCurves(study) {
   if (!all.length) return;
   const steps = [Math.min(...all.map((p) => p[0])), Math.max(...all.map((p) => p[0]))];
   const values = range(curves, study.mode);
-  const across = (step) => room.left + ((step - steps[0]) / (steps[1] - steps[0] || 1)) * (room.width - room.left - room.right);
+  const right = room.width - room.right, floor = room.height - room.bottom;
+  const across = (step) => room.left + (steps[1] > steps[0] ? (step - steps[0]) / (steps[1] - steps[0]) : 0.5) * (right - room.left);
   const up = (value) => {
-    const part = Math.max(-9, Math.min(9, (value - values[0]) / (values[1] - values[0] || 1)));  // no renderer draws to 1e9
-    return room.height - room.bottom - part * (room.height - room.top - room.bottom);
+    const part = Math.max(-9, Math.min(9, values[1] > values[0] ? (value - values[0]) / (values[1] - values[0]) : 0.5));  // no renderer draws to 1e9
+    return floor - part * (floor - room.top);
   };
-  const parts = [], marked = new Set();
   const inside = drawn("clipPath", { id: "inside" });
-  inside.append(drawn("rect", { x: room.left - 2, y: room.top - 2, width: room.width - room.left - room.right + 4, height: room.height - room.top - room.bottom + 4 }));
-  parts.push(inside);
-  for (let tick = 0; tick <= 4; tick += 1) {
-    const value = values[0] + (tick / 4) * (values[1] - values[0]);
-    parts.push(drawn("line", { x1: room.left, x2: room.width - room.right, y1: up(value), y2: up(value), class: "axis" }));
-    parts.push(drawn("text", { x: room.left - 6, y: up(value) + 4, "text-anchor": "end" }, number(value)));
-    const step = Math.round(steps[0] + (tick / 4) * (steps[1] - steps[0]));
-    if (marked.has(step)) continue;
-    marked.add(step);
-    parts.push(drawn("text", { x: across(step), y: room.height - 6, "text-anchor": tick === 4 ? "end" : "middle" }, String(step)));
+  inside.append(drawn("rect", { x: room.left - 4, y: room.top - 4, width: right - room.left + 8, height: floor - room.top + 8 }));
+  const parts = [inside, drawn("text", { x: (room.left + right) / 2, y: room.height - 4, "text-anchor": "middle" }, "step")];
+  const [marks, apart] = ticks(...values, 5);
+  for (const value of marks) {
+    parts.push(drawn("line", { x1: room.left, x2: right, y1: up(value), y2: up(value), class: "axis" }));
+    parts.push(drawn("text", { x: room.left - 6, y: up(value) + 4, "text-anchor": "end" }, tickText(value, apart)));
+  }
+  for (const step of ticks(...steps, Math.max(2, Math.floor(room.width / 110)), 1)[0]) {
+    parts.push(drawn("text", { x: across(step), y: floor + 16, "text-anchor": "middle" }, String(Math.round(step))));
   }
   for (const curve of curves) {
     const points = curve.points.map(([step, value]) => `${across(step).toFixed(1)},${up(value).toFixed(1)}`);
     if (points.length === 1) {
       const [x, y] = points[0].split(",");
-      parts.push(drawn("circle", { cx: x, cy: y, r: 3, fill: color(curve.trial) }));
+      parts.push(drawn("circle", { cx: x, cy: y, r: 3, class: look(curve.trial), "clip-path": "url(#inside)" }));
     }
-    const line = drawn("polyline", { points: points.join(" "), stroke: color(curve.trial), "clip-path": "url(#inside)" });
-    if (curve.trial === chosen.trial) line.classList.add("chosen");
+    const line = drawn("polyline", { points: points.join(" "), class: look(curve.trial), "clip-path": "url(#inside)" });
+    line.classList.toggle("chosen", curve.trial === chosen.trial);
     line.append(drawn("title", {}, `trial ${curve.trial}`));
+    line.addEventListener("click", () => { toggle(curve.trial); });
     parts.push(line);
   }
-  $("curves").replaceChildren(...parts);
+  $("curves").setAttribute("viewBox", `0 0 ${room.width} ${room.height}`);
+  fill($("curves"), ...parts);
 }
 
 function showTimeline(study) {
@@ -215,8 +235,9 @@ function showTimeline(study) {
   const version = isThere ? `${study.study} ${study.state} ${study.seconds}` : null;
   if (!isThere || version === chosen.chart) return;
   chosen.chart = version;
-  $("timeline").querySelector("img").src =
-    `api/studies/${encodeURIComponent(chosen.study)}/chart.svg?${Date.now()}`;
+  const chart = `api/studies/${encodeURIComponent(chosen.study)}/chart.svg`;
+  $("timeline").querySelector("a").href = chart;
+  $("timeline").querySelector("img").src = `${chart}?${Date.now()}`;
 }
 
 function showTrial(trial) {
@@ -225,8 +246,11 @@ function showTrial(trial) {
   if (!trial) return;
   place.querySelector("h3").textContent = `Trial ${trial.number}`;
   const [text, log] = place.querySelectorAll("pre");
-  text.textContent = trial.text;
-  log.textContent = trial.log.join("") || "nothing";
+  const [words, ...rows] = trial.text.split("\n\n");  // tables and tracebacks keep their lines
+  fill(text, words, ...rows.map((part) => made("span", part, "rows")));
+  fill(log, trial.log.join("") || "nothing");
+  if (chosen.isNew) place.scrollIntoView({ block: "nearest" });
+  chosen.isNew = false;
 }
 
 // ---------------------------------------------------------------- what is asked for, and when
@@ -234,6 +258,12 @@ function showTrial(trial) {
 // The address says what is shown: it can be kept, and the browser's way back works.
 function choose(name, trial = null) {
   location.hash = encodeURIComponent(name) + (trial === null ? "" : `/${trial}`);
+}
+
+// A trial, in sight; the one that is open is closed.
+function toggle(trial) {
+  chosen.isNew = trial !== chosen.trial;
+  choose(chosen.study, chosen.isNew ? trial : null);
 }
 
 function readAddress() {
@@ -247,7 +277,10 @@ async function refresh() {
     const found = await ask("api/studies");
     const names = found.studies.map((study) => study.name);
     if (!names.includes(chosen.study)) { chosen.study = names[0] || null; chosen.trial = null; }
-    if (chosen.drawn !== chosen.study) { chosen.drawn = chosen.study; chosen.chart = null; }
+    if (chosen.drawn !== chosen.study) {
+      chosen.drawn = chosen.study; chosen.chart = null;
+      document.querySelector(".tall").scrollTop = 0;
+    }
     showStudies(found);
     if (chosen.study) {
       const path = `api/studies/${encodeURIComponent(chosen.study)}`;
@@ -269,5 +302,7 @@ async function follow() {
 }
 
 window.addEventListener("hashchange", () => { readAddress(); refresh(); });
+let resized;
+window.addEventListener("resize", () => { clearTimeout(resized); resized = setTimeout(refresh, 200); });
 readAddress();
 follow();

@@ -11,16 +11,20 @@ from typing import Any
 
 from shoal.core.errors import SpecError, StorageError
 from shoal.core.studyfiles import TIMELINE
+from shoal.core.units import format_seconds, format_value
 from shoal.observe import DatabaseReader, TimelineReader
 from shoal.observe.gantt import draw_gantt
-from shoal.observe.rows import TrialRow
+from shoal.observe.rows import DeviceRow, TrialRow
 from shoal.observe.snapshot import Folder, Snapshot
 from shoal.observe.states import study_state, trial_state
 from shoal.observe.timeline import read_study_timeline
 from shoal.runtime.triallog import log_path
+from shoal.ui.lines import total_steps
 from shoal.ui.logs import visible
 from shoal.ui.show import (
+    DEVICE_HEADER,
     describe_trial,
+    device_cells,
     device_record,
     ranking,
     read_summary,
@@ -29,7 +33,7 @@ from shoal.ui.show import (
     trial_record,
 )
 from shoal.ui.studies import last_written, study_directories
-from shoal.ui.text import how, varying_names
+from shoal.ui.text import DASH, format_metric, format_steps, how, varying_names
 
 POINTS = 300  # of a curve, at most
 CURVES = 64  # of the leaderboard's first trials, and those that run
@@ -60,10 +64,13 @@ class Studies:
         rows, state = ranking(snapshot), study_state(snapshot, place)
         return study_record(place, snapshot) | {
             "eta_seconds": snapshot.eta_seconds,
+            "time": _time(snapshot),
             "steps_done": snapshot.steps_done,
+            "total_steps": total_steps(snapshot),
             "settings": varying_names(row.hp for row in snapshot.trials),
-            "trials": [_trial(row, state) for row in rows],
-            "devices": [dict(device_record(row)) for row in snapshot.devices],
+            "trials": [_trial(row, state, snapshot.metric) for row in rows],
+            "device_header": DEVICE_HEADER,
+            "devices": [_device(row) for row in snapshot.devices],
             "remarks": remarks(snapshot, place),
             "curves": _curves(snapshot, rows),
         }
@@ -80,7 +87,7 @@ class Studies:
         row = next((row for row in snapshot.trials if row.number == number), None)
         if row is None:
             raise SpecError(f"study {name} has no trial {number}.")
-        return _trial(row, study_state(snapshot, place)) | {
+        return _trial(row, study_state(snapshot, place), snapshot.metric) | {
             "text": describe_trial(snapshot, row, place),
             "log": _log_end(log_path(place, number)),
         }
@@ -136,13 +143,34 @@ class _Followed:
 def _summary(place: Path) -> dict[str, Any]:
     known = {"name": place.name, "written": last_written(place)}
     try:
-        return known | study_record(place, read_summary(place))
+        found = study_record(place, read_summary(place))
+        return known | found | {"best_value": format_metric(found["best_value"])}
     except StorageError as error:
         return known | {"state": "unreadable", "error": str(error)}
 
 
-def _trial(row: TrialRow, study: str) -> dict[str, Any]:
+def _time(snapshot: Snapshot) -> str:
+    """How long the study took so far, and how much longer it may."""
+    elapsed = f"{format_seconds(snapshot.seconds)} elapsed" if snapshot.seconds else ""
+    left = f", about {format_seconds(snapshot.eta_seconds)} left" if snapshot.eta_seconds else ""
+    return elapsed + left
+
+
+def _device(row: DeviceRow) -> dict[str, Any]:
+    return dict(device_record(row)) | {"cells": device_cells(row)}
+
+
+def _trial(row: TrialRow, study: str, metric: str) -> dict[str, Any]:
+    """``cells``: what the terminal's tables say of it, in the same digits."""
+    cells = {
+        "step": format_steps(row.step, row.steps),
+        "loss": format_metric(row.smooth_loss),
+        "metric": format_metric(row.metrics.get(metric)),
+        "took": format_seconds(row.seconds) if row.step else DASH,
+    }
     return trial_record(row) | {
+        "cells": cells,
+        "settings": {name: format_value(value) for name, value in row.hp.items()},
         "state": trial_state(row, study),
         "how": how(row),
         "loss": row.smooth_loss,

@@ -28,7 +28,12 @@ from shoal.observe import jsonl
 from shoal.ui.web.reading import Studies
 
 COOKIE = "shoal"
-_TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css"}
+_TYPES = {
+    "html": "text/html; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "svg": "image/svg+xml",
+}
 _HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
@@ -91,7 +96,7 @@ class _Answer(BaseHTTPRequestHandler):
         match parts:
             case [""]:
                 self._file("page.html")
-            case ["page.js" | "page.css" as name]:
+            case ["page.js" | "page.css" | "page.svg" as name]:
                 self._file(name)
             case ["api", "studies"]:
                 self._json({"directory": str(studies.directory), "studies": studies.all()})
@@ -122,7 +127,7 @@ class _Answer(BaseHTTPRequestHandler):
 
     def _file(self, name: str) -> None:
         content = files("shoal.ui.web").joinpath(name).read_bytes()
-        self._send(content, f"{_TYPES[name.rpartition('.')[2]]}; charset=utf-8")
+        self._send(content, _TYPES[name.rpartition(".")[2]])
 
     def _json(self, value: Any) -> None:
         self._send(jsonl.dumps(value).encode(), "application/json")
