@@ -39,7 +39,8 @@ _THIN, _THIN_DETAIL = 12, 16  # other streams, in the whole and in the close-up
 _COLUMN_PX = 2  # of a row drawn as shares
 _DETAIL_UNITS = 16  # compute actions that the close-up shows at least
 _LEGEND_MOST = 40
-_CHARACTER_PX = 0.62  # a character's width over the font's size
+_MARGIN = 6  # pixels that a text leaves free in its box
+_CHARACTER_PX = 0.64  # a character's width over the font's size
 
 # Told apart with any colour vision (after Okabe & Ito, and Tol's "muted"); each with the
 # ink that reads on it. Later trials take the same colours with stripes.
@@ -57,6 +58,17 @@ _PALETTE = (
     ("#88CCEE", "#000"),
     ("#666666", "#fff"),
 )
+_MEANINGS = {
+    "F": "F forward",
+    "B": "B forward and backward",
+    "I": "I backward for the inputs",
+    "W": "W backward for the weights",
+    "STEP": "STEP the optimizer's",
+    "LOAD": "LOAD host to device (up)",
+    "STORE": "STORE device to host (down)",
+    "SEND": "SEND, RECV between devices",
+    "SYNC": "SYNC the gradients' norm",
+}
 _STYLE = (
     "text{font-family:Helvetica,Arial,'DejaVu Sans',sans-serif;fill:#222}"
     ".s{font-size:11px}.t{font-size:10px}.g{stroke:#ddd;stroke-width:1}"
@@ -120,7 +132,17 @@ def draw_gantt(timeline: Timeline) -> str:
         parts.append(_text(_LEFT, y - 10, f"{_time(span, span)} in detail", "s b"))
         panel, y = _panel(timeline, moment, y, with_busy=False)
         parts += panel
-    return _document(parts, trials, y + 28)
+    parts.append(_text(_LEFT, y + 26, _words_told(timeline), "t m"))
+    return _document(parts, trials, y + 40)
+
+
+def _words_told(timeline: Timeline) -> str:
+    """What the actions that are there mean."""
+    rows = timeline.rows.values()
+    found = {word.partition("@")[0] for row in rows for p in row for word in p.action.split()[:2]}
+    told = [meaning for word, meaning in _MEANINGS.items() if word in found]
+    numbers = "s0, m0, ...: which shard or stage of the model, which micro-batch of the step"
+    return "; ".join([*told, numbers])
 
 
 def _document(parts: Sequence[str], trials: Sequence[int], height: float) -> str:
@@ -279,7 +301,7 @@ def _words(piece: Slice, width: float) -> str:
     """The longest form of the action that fits in ``width`` pixels, or nothing."""
     words = [word for word in piece.action.split() if word != f"t{piece.trial}"]
     forms = (" ".join(words[:count]) for count in range(len(words), 0, -1))
-    room = (width - 3) / (10 * _CHARACTER_PX)
+    room = (width - _MARGIN) / (10 * _CHARACTER_PX)
     return next((form for form in forms if len(form) <= room), "")
 
 

@@ -293,7 +293,7 @@ def watch(study: NewestName = None, directory: Directory = "runs") -> None:
 def trace(
     study: NewestName = None,
     output: Annotated[
-        str | None, typer.Option(help="A file or a directory. Default: the study's directory.")
+        str | None, typer.Option(help="A directory, or FILE.json. Default: the study's directory.")
     ] = None,
     directory: Directory = "runs",
     json: AsJson = False,

@@ -521,7 +521,9 @@ def trace_study(name: str | None, output: str | None, directory: Path, *, as_jso
     place = find_recorded(name, directory)
     trace = Path(output) if output else place
     chart = trace.with_suffix(".svg")
-    if trace.is_dir():
+    if trace.suffix == ".svg":
+        trace = trace.with_suffix(".json")
+    if trace.is_dir() or not trace.suffix:
         trace, chart = trace / "trace.json", trace / "gantt.svg"
     try:
         trace.parent.mkdir(parents=True, exist_ok=True)

@@ -70,6 +70,9 @@ def test_the_chart_is_xml_with_every_device_trial_and_percentage(study_dir, tmp_
     assert {"digits", "cpu:0", "cpu:1", "trial 0", "trial 1", "trial 2"} <= set(texts)
     assert texts.count("50%") == 2
     assert "B s0 m0" in texts
+    assert texts[-1].startswith(
+        "F forward; B forward and backward; LOAD host to device (up); s0, m0, ...: "
+    )
 
 
 def test_a_study_s_name_cannot_break_the_chart(tell):

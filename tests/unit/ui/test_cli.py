@@ -365,9 +365,20 @@ def test_trace_writes_where_it_is_told(runs: Path, tmp_path: Path) -> None:
     assert target.exists()
 
 
-def test_trace_writes_into_a_directory_that_is_there(runs: Path, tmp_path: Path) -> None:
+def test_trace_writes_no_chart_over_the_timeline(runs: Path, tmp_path: Path) -> None:
+    target = tmp_path / "t.svg"
+
+    _invoke("trace", "sweep", "--directory", str(runs), "--output", str(target))
+
+    assert target.read_text().startswith("<svg")
+    assert json.loads(target.with_suffix(".json").read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_trace_writes_into_a_directory(runs: Path, tmp_path: Path, is_there: bool) -> None:
     target = tmp_path / "pictures"
-    target.mkdir()
+    if is_there:
+        target.mkdir()
 
     _invoke("trace", "sweep", "--directory", str(runs), "--output", str(target))
 
