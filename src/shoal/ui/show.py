@@ -46,6 +46,7 @@ from shoal.ui.text import (
     terminal_width,
     varying_names,
     without_columns,
+    wrap,
 )
 
 
@@ -179,7 +180,8 @@ def show_study(name: str | None, trial: int | None, directory: Path, *, as_json:
         snapshot = Snapshot.of(read_trial(place, trial))
         row = _find_trial(snapshot, trial)
         record = trial_record(row) | {"history": [entry.to_dict() for entry in row.history]}
-        print(jsonl.dumps(record, indent=2) if as_json else describe_trial(snapshot, row, place))
+        text = wrap(describe_trial(snapshot, row, place), terminal_width())
+        print(jsonl.dumps(record, indent=2) if as_json else text)
         return ExitCode.DONE
     snapshot = read_snapshot(place, with_actions=True)
     if as_json:

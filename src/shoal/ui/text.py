@@ -6,6 +6,7 @@ import math
 import re
 import shutil
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
@@ -102,6 +103,31 @@ def short_titles(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[s
         shorten(title, max(TITLE, *map(len, column), 0))
         for title, column in zip(header, cells, strict=True)
     ]
+
+
+def wrap(text: str, width: int | None) -> str:
+    """Each line of at most ``width`` characters, cut between words and indented from then on.
+
+    A line with two blanks between words is a table's, and stays.
+    """
+    if width is None:
+        return text
+    return "\n".join(_wrapped(line, width) for line in text.split("\n"))
+
+
+def _wrapped(line: str, width: int) -> str:
+    words = line.lstrip(" ")
+    if len(line) <= width or "  " in words:
+        return line
+    indent = " " * (len(line) - len(words) + 2)
+    return textwrap.fill(
+        line,
+        width,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+        drop_whitespace=True,
+    )
 
 
 def terminal_width() -> int | None:

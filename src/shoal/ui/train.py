@@ -29,6 +29,7 @@ from shoal.ui.show import (
     study_record,
     trial_record,
 )
+from shoal.ui.text import terminal_width, wrap
 
 
 def run_file(
@@ -175,7 +176,7 @@ def plan_file(
     print("measuring each distinct model once ...", file=sys.stderr)
     wishes: dict[str, Any] = {"technique": technique, "fuse": fuse, "exact": exact}
     plan = study.plan(hardware=hardware, **wishes)
-    print(plan.to_json() if as_json else plan.explain())
+    print(plan.to_json() if as_json else wrap(plan.explain(), terminal_width()))
     return ExitCode.DONE
 
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from shoal.ui.text import align, format_metric, format_value, shorten, varying_names
+from shoal.ui.text import align, format_metric, format_value, shorten, varying_names, wrap
 
 
 def test_numbers_are_set_right_and_words_left() -> None:
@@ -47,3 +47,21 @@ def test_a_setting_that_only_some_trials_have_tells_them_apart() -> None:
 
 def test_text_is_shortened_to_one_line() -> None:
     assert shorten("a long\nline of text", 10) == "a long ..."
+
+
+def test_a_long_line_is_cut_between_words_and_indented_from_then_on() -> None:
+    text = "study x\n    - it fits: the whole model needs 67.5 KiB\n  a long-name/that-is-not-cut"
+    assert wrap(text, 24).split("\n") == [
+        "study x",
+        "    - it fits: the whole",
+        "      model needs 67.5",
+        "      KiB",
+        "  a",
+        "    long-name/that-is-not-cut",
+    ]
+
+
+def test_a_table_and_what_no_terminal_shows_are_not_cut() -> None:
+    table = "step  epoch  after   train_loss  valid_loss\n  16      1  1.2 s       0.6930"
+    assert wrap(table, 20) == table
+    assert wrap("a long line of a file", None) == "a long line of a file"
