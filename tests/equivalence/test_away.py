@@ -503,7 +503,7 @@ def test_a_planned_trial_moves_what_the_links_have_time_for_and_says_so(tmp_path
     technique = plan.jobs[0].technique
     assert technique.spill_activations == tuple(range(1, 8))  # the first one computes nothing
     text = " ".join(plan.explain().split())
-    assert "what the forward of 7 saved waits on the host: 1, 2, 3, 4, 5, 6, 7" in text
+    assert "what the forward of 7 saved waits on the host: shards 1, 2, 3, 4, 5, 6, 7" in text
     assert re.search(
         r"the forward of 7 shards saved waits on the host, .* 1 keeps it .* 1 runs", text
     )

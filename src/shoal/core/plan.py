@@ -389,11 +389,11 @@ def _explain_job(job: Job, like: int) -> list[str]:
         if has_split_master(job.technique):
             lines.append("    the host keeps them as that, and what it lacks of their float32")
         if kept := kept_shards(job.technique):
-            names = ", ".join(map(str, kept))
+            names = _shards_named(kept)
             stay = counted(len(kept), "of them stays", "of them stay")
             lines.append(f"    {stay} on the device between steps: {names}")
         if weights := kept_weights(job.technique):
-            names = ", ".join(map(str, weights))
+            names = _shards_named(weights)
             stay = counted(len(weights), "keeps its", "keep their")
             lines.append(f"    {stay} parameters there, and the optimizer state travels: {names}")
         if late_shards(job.technique):
@@ -404,18 +404,18 @@ def _explain_job(job: Job, like: int) -> list[str]:
             lines.append(f"    {size} of the {part} of shard {shard} stay there too")
         turned = [s for s in turned_shards(job.technique, len(shards)) if not shards[s].frozen]
         if turned:
-            names = ", ".join(map(str, turned))
+            names = _shards_named(turned)
             stay = counted(len(turned), "more stays", "more stay")
             lines.append(f"    {stay} from forward to backward: {names}")
         if waiting := waiting_gradients(job.technique, len(shards)):
-            names = ", ".join(map(str, waiting))
+            names = _shards_named(waiting)
             lines.append(f"    gradients of {len(waiting)} wait there for the step: {names}")
         if saves := job.technique.keep_activations:
-            names = ", ".join(map(str, saves))
+            names = _shards_named(saves)
             keep = counted(len(saves), "keeps what its", "keep what their")
             lines.append(f"    {keep} forward saved, and run it once: {names}")
         if spills := job.technique.spill_activations:
-            names = ", ".join(map(str, spills))
+            names = _shards_named(spills)
             lines.append(f"    what the forward of {len(spills)} saved waits on the host: {names}")
         lines += [f"    {_explain_shard(shard)}" for shard in shards]
     if isinstance(job.technique, Pipelined):
@@ -512,11 +512,17 @@ def _explain_replicas(job: Job, technique: DataParallel) -> str:
     return f"{job.gang} replicas, a device each, {how}; {cut}"
 
 
+def _shards_named(shards: Sequence[int]) -> str:
+    """``"shard 0"``, ``"shards 1, 2"``."""
+    return f"shard{'s' * (len(shards) > 1)} {', '.join(map(str, shards))}"
+
+
 def _explain_shard(shard: ShardSpec, name: str = "shard") -> str:
     first, stop = shard.layers
+    layers = f"layers {first}..{stop - 1}" if stop - first > 1 else f"layer {first}"
     backward = f"inside a backward {format_bytes(shard.backward_peak_bytes)}"
     return (
-        f"{name} {shard.index}: layers {first}..{stop - 1}, parameters "
+        f"{name} {shard.index}: {layers}, parameters "
         f"{format_bytes(shard.parameter_bytes)}, state {format_bytes(shard.state_bytes)}, "
         f"input {format_bytes(shard.boundary_bytes)}, inside a forward "
         f"{format_bytes(shard.forward_peak_bytes)}, {'frozen' if shard.frozen else backward}"
