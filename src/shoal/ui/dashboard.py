@@ -246,13 +246,18 @@ def fit(columns: list[Column], width: int) -> list[Column]:
     def is_too_wide(some: list[Column]) -> bool:
         return sum(column.width + _GAP for column in some) - _GAP > width
 
-    kept = list(columns)
-    if is_too_wide(kept):
-        titles = short_titles([c.title for c in kept], _rows_of(kept))
-        kept = [column._replace(title=title) for column, title in zip(kept, titles, strict=True)]
-    while len(kept) > 1 and is_too_wide(kept):
-        kept.remove(max(kept, key=lambda column: column.drop))
-    return kept
+    short = columns
+    if is_too_wide(columns):
+        titles = short_titles([column.title for column in columns], _rows_of(columns))
+        short = [c._replace(title=title) for c, title in zip(columns, titles, strict=True)]
+    places = list(range(len(columns)))
+    while len(places) > 1 and is_too_wide([short[place] for place in places]):
+        places.remove(max(places, key=lambda place: columns[place].drop))
+    shown = [short[place] for place in places]
+    for index in reversed(range(len(places))):  # whole again where there is room: the metric first
+        longer = [*shown[:index], columns[places[index]], *shown[index + 1 :]]
+        shown = shown if is_too_wide(longer) else longer
+    return shown
 
 
 def _rows_of(columns: list[Column]) -> list[list[str]]:
@@ -320,10 +325,18 @@ def _title(snapshot: Snapshot, width: int) -> RenderableType:
     line.add_column(no_wrap=True)
     if total and bar >= _BAR[0]:
         line.add_column(width=bar)
-        cells.insert(1, ProgressBar(total=total, completed=snapshot.steps_done))
+        cells.insert(1, bar_of(total, snapshot.steps_done))
     line.add_column(no_wrap=True)
     line.add_row(*cells)
     return line
+
+
+def bar_of(total: int, done: int) -> ProgressBar:
+    """In the colours of trials that run and of those that finished: red is for what failed."""
+    running, finished = _STYLES[TrialState.RUNNING], _STYLES[TrialState.FINISHED]
+    return ProgressBar(
+        total=total, completed=done, complete_style=running, finished_style=finished
+    )
 
 
 def _device_line(row: DeviceRow, *, is_over: bool = False) -> Text:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from shoal.core.event import Event, TrialFailed, TrialPlanned, TrialPruned
 from shoal.observe.snapshot import Snapshot
-from shoal.ui.dashboard import render
+from shoal.ui.dashboard import bar_of, render
 from shoal.ui.lines import total_steps
 
 Events = Callable[..., Iterator[Event]]
@@ -66,6 +66,20 @@ def test_a_long_title_costs_no_other_column(study_events: Events) -> None:
     assert "learning_rate..." in header
     assert "how" in header
     assert "learning_rate_of_the_optimizer_of_the_head" in _draw(Snapshot.of(events), 200)[2]
+
+
+def test_a_title_is_whole_where_columns_left_room_for_it(study_events: Events) -> None:
+    snapshot = replace(Snapshot.of(study_events(2, upto=5)), metric="valid_accuracy_of_all")
+    headers = {width: _draw(snapshot, width)[2] for width in range(50, 120)}
+    for width, header in headers.items():
+        missing = len("best valid_accuracy_of_all") - len("best valid_ac...")
+        assert "..." not in header or len(header.rstrip()) + missing > width, width
+    assert any("best valid_ac..." in header for header in headers.values())
+
+
+def test_a_bar_of_progress_is_not_red(study_events: Events) -> None:
+    bar = bar_of(10, 5)
+    assert (bar.complete_style, bar.finished_style) == ("cyan", "green")
 
 
 def test_a_trial_that_ended_early_is_done(study_events: Events) -> None:
