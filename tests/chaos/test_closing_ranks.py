@@ -47,7 +47,7 @@ def test_killed_where_seats_change(hooks, checkpoint_every, undisturbed, tmp_pat
     ranks.check(runner.place)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     "seed", [*range(3), *(pytest.param(s, marks=pytest.mark.full) for s in range(3, 20))]
 )

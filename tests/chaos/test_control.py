@@ -371,6 +371,7 @@ def check_warm(bench, report, clone):
     return at
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("technique", TECHNIQUES)
 def test_a_warm_clone_of_a_running_trial_goes_on_from_its_bits(technique, bench):
     order = CloneTrial(trial=0, changes={"lr": 0.02}, warm=True)

@@ -80,7 +80,7 @@ def test_other_widths(fuse, tmp_path, warm_workers):
     ranks.check(place)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     "search",
     [

@@ -59,6 +59,7 @@ def test_branches_run_each_slots_own_pass_and_are_verified(name, run_study):
     assert any("branches" in note for note in verdict.notes)
 
 
+@pytest.mark.full
 @compiles
 def test_a_compiled_array_ends_on_the_bits_of_its_slots_and_is_verified(run_study):
     recipe, space = FLOATS["recipe"], shoal.grid(lr=[0.01, 0.003], drop=[0.2])

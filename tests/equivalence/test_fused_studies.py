@@ -71,6 +71,7 @@ def test_more_trials_than_slots_or_fewer_train_to_the_same_bits(width, run_case)
     squads.assert_arrayed(report, report.trials, case.recipe, width, **case.loop)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("every", [0, 0.01])
 def test_generations_of_a_trial_in_an_array_do_not_disturb_it(every, run_case):
     case = squads.CASES["accumulate"]

@@ -247,7 +247,7 @@ SPACES = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("space", SPACES)
 def test_trials_whose_lengths_vary_share_an_array_and_verify(space, devices, run_study):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import textwrap
 import time
+from pathlib import Path
 
 import commands
 import pytest
@@ -36,6 +38,13 @@ def loss(output, batch):
 
 
 RECIPE = shoal.Recipe(model=build, data=data, loss=loss, splittable=True)
+
+
+@pytest.fixture
+def tmp_path():
+    """On a disk: pytest's own may be in memory, which is no place for states."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as place:
+        yield Path(place)
 
 
 @pytest.fixture

@@ -121,6 +121,7 @@ def test_replicas_save_it_once(run):
         assert best.load_state()["step"] == best.history[-1]["step"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("keep_finished", ["weights", "all"])
 def test_it_stays_beside_what_is_kept_of_a_finished_trial(keep_finished, run):
     report = run(study={"keep": 1, "keep_finished": keep_finished, "checkpoint_every": 0})

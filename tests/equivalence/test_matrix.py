@@ -90,7 +90,7 @@ def check(run_study, assert_alone):
     return run
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("row", COVERING, ids=map(name_of, COVERING))
 def test_a_trial_of_a_study_ends_on_the_bits_of_the_plain_loop(row, check):
     report = check(row, make_space(row))

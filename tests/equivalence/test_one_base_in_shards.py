@@ -84,6 +84,7 @@ def assert_in_shards(report):
     assert all(has_one_base(row.numerics) for row in trials)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("changes", [{}, {"clip_grad_norm": 0.5, "accumulate": 2}])

@@ -293,7 +293,7 @@ def test_a_study_in_arrays_ends_on_the_bits_of_its_slots(fuse, kind, run_study):
     assert [verdict.equal for verdict in verdicts] == [True] * 8
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("way", ["host", "device"])
 def test_an_array_in_shards_has_a_loss_and_a_limit_for_each_slot(way, run_study):
     recipe = searched.recipe()

@@ -147,6 +147,7 @@ def rows_to_read(hp):
     return DataLoader(train, batch_size=256, shuffle=True), DataLoader(train, batch_size=256)
 
 
+@pytest.mark.full
 def test_inputs_of_shards_wait_on_the_host_where_they_are_what_does_not_fit(run_study):
     recipe = shoal.Recipe(
         model=many_rows, data=rows_to_read, loss=lambda out, batch: F.cross_entropy(out, batch[1])

@@ -100,7 +100,7 @@ def assert_verified(report, made, width=WIDTH):
     assert_exact(report, found, made)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("space", SPACES)
 @pytest.mark.parametrize("technique", [HOST, DEVICE], ids=["host", "device"])
 @pytest.mark.parametrize("accumulate", [1, 2])

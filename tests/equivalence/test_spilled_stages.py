@@ -138,6 +138,7 @@ def models():
             yield pytest.param(model, schedule, place, marks=marks, id=name)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("model", "schedule", "place"), list(models()))
 def test_models_that_break_a_careless_engine(model, schedule, place, run_staged):
     """Batches of two sizes; an epoch's last step is short."""
@@ -146,6 +147,7 @@ def test_models_that_break_a_careless_engine(model, schedule, place, run_staged)
     run_staged(recipe, technique)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("model", "stages", "schedule", "place"),
     [
@@ -167,6 +169,7 @@ def test_the_zoo(model, stages, schedule, place, precision, run_staged):
     run_staged(recipe, technique, space)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("place", "keep"),
     [
@@ -184,6 +187,7 @@ def test_tied_weights_whose_owner_stays_or_travels(place, keep, run_staged):
     run_staged(recipe, technique, shoal.grid(kind=["Tied"], lr=[0.01]), steps=6)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("kind", "schedule"),
     [
@@ -222,6 +226,7 @@ def test_sources_of_any_habit(data, run_staged):
     run_staged(recipe, Pipelined(stages=2, shards=4, schedule="gpipe", optimizer="host"))
 
 
+@pytest.mark.full
 def test_batches_in_pieces_end_on_the_bits_of_as_many_micro_batches(run_staged):
     recipe = staging.rich(2, splittable=True, schedule=None)
     technique = Pipelined(stages=2, shards=5, schedule="gpipe", micro_batches=8, keep=())
@@ -264,6 +269,7 @@ def test_every_generation_is_of_one_step(run_study):
         assert found.equal, f"step {step}: {found.first_difference}"
 
 
+@pytest.mark.full
 def test_two_spilled_pipelines_fill_each_others_bubbles(run_staged):
     technique = Pipelined(stages=2, shards=6, optimizer="host", keep=())
     space = shoal.grid(lr=[0.01, 0.003])

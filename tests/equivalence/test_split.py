@@ -84,6 +84,7 @@ def test_chunks_of_a_step_are_put_together_one_after_another(watch, jobs, monkey
     assert largest < max(shard.owned_bytes for shard in jobs[0].shards)
 
 
+@pytest.mark.full
 def test_who_reads_otherwise_goes_on_with_whole_weights(run_study, assert_alone):
     recipe, replanned = recipe_of(with_block(_Later)), []
 
@@ -162,7 +163,7 @@ def host_needs(found):
     return bisect_left(sizes, True, key=lambda size: fits_host(found.jobs, found, size))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("transfer", ["bf16", None])
 def test_between_the_two_sizes_the_host_splits_and_says_why(
     transfer, tmp_path, warm_workers, assert_alone

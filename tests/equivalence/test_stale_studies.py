@@ -72,6 +72,7 @@ def assert_verified(report, recipe):
         assert any("by the rule of 2bw" in note for note in verdict.notes)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("predict", "again"),
     [
@@ -98,6 +99,7 @@ def test_what_was_chosen_goes_on_whatever_is_sooner_then_and_is_verified(
     assert_verified(report, then)
 
 
+@pytest.mark.full
 def test_what_began_synchronous_stays_so_when_stale_weights_are_allowed_later(stopped, run):
     assert keys(stopped(staging.rich())) == [None]
     allowed = staging.rich(stale=ALLOWED)
@@ -122,6 +124,7 @@ def test_trials_that_are_added_and_cloned_train_as_the_others_do(stopped, run):
     staging.assert_staged(report, recipe, STALE, report.trials[:2], epochs=6)
 
 
+@pytest.mark.full
 def test_a_clone_of_a_running_trial_has_its_versions(run, tmp_path, monkeypatch):
     recipe = staging.rich(stale=ALLOWED)
     orders = Orders(tmp_path / "k", monkeypatch)

@@ -136,7 +136,7 @@ def test_groups_keep_their_own_rates_and_a_schedule_may_change_betas(check):
     assert head["params"] == ["leave.weight", "leave.bias"]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("place", ["device", "host"])
 def test_every_optimizer_that_steps_parameters_one_by_one_keeps_its_bits(place, check):
     recipe = make_recipe(traps.no_bias, optimizer=traps.named_optimizer)

@@ -36,6 +36,7 @@ def test_of_every_model_with_a_neighbour_under_poison(model, lookahead, train):
     assert not [s for s in turned if f"LOAD s{s} param" in loads]  # no second one
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_where_all_that_travel_are_held_so_there_are_no_slots(lookahead, watch):
     technique = shoal.Spilled(
@@ -73,6 +74,7 @@ def test_their_activations_may_stay_and_their_inputs_may_wait(train):
     assert "LOAD s1 param own" in actions
 
 
+@pytest.mark.full
 def test_room_at_the_turn_is_used_and_said(tmp_path, run_study, assert_alone):
     recipe, space = zoo.recipe(clip=0.5), {"model": "gpt", "optimizer": "adamw", "lr": 1e-2}
     whole = plan_of(recipe, space, tmp_path, "resident", "64MiB").jobs[0].peak_bytes

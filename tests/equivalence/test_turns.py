@@ -74,6 +74,7 @@ def test_a_mix_trains_to_the_plain_bits_by_every_rule(rule, train):
     train(rule, poison=True)
 
 
+@pytest.mark.full
 def test_units_run_in_the_order_of_the_rule(train):
     """The short trial's steps are over soon, or wait until the long one has as little left."""
 

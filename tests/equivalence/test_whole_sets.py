@@ -102,6 +102,7 @@ def run(tmp_path, warm_workers):
     return runs
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "options",
     [

@@ -166,6 +166,7 @@ def wander(roster, trial):
     return places if len(places) == trial.gang else ()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", ["flush", pytest.param("2bw", marks=pytest.mark.full)])
 def test_trials_that_leave_and_come_back_end_on_the_same_bits(
     schedule, run_staged, impatient, monkeypatch

@@ -130,6 +130,7 @@ def assert_verified(report):
         assert verdict.equal, verdict.first_difference
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -167,6 +168,7 @@ def replaced(hp):
     return model(hp).append(Replaced(3, 3))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [{}, {"technique": shoal.Spilled(shards=2)}])
 def test_a_base_of_which_each_trial_has_a_little_of_its_own_is_shared_but_for_that(options, run):
     recipe = shoal.Recipe(model=replaced, data=data, loss=loss)
@@ -183,6 +185,7 @@ def test_a_base_of_which_each_trial_has_a_little_of_its_own_is_shared_but_for_th
     assert sum(size > BASE_BYTES for size in written) <= 4
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("keep", [1, 2])
 def test_where_the_weights_of_finished_trials_are_kept(keep, run):
     report = run(study={"keep_finished": "weights", "keep": keep})

@@ -212,6 +212,7 @@ def test_every_gang_that_there_are_devices_for_ends(trials, devices, active, pol
     assert workers.replay(policy) == workers.replies
 
 
+@pytest.mark.full
 @settings(max_examples=40, deadline=None)
 @given(
     gang=st.integers(2, 4),

@@ -310,6 +310,7 @@ def test_two_copies_are_nearly_twice_as_quick_where_messages_are(schedule, stage
     assert two == pytest.approx(one, rel=1e-3)
 
 
+@pytest.mark.full
 def test_1f1b_waits_for_a_sum_and_2bw_for_at_most_what_it_keeps_from_boundaries():
     """They share a link on paper: what runs further ahead does not wait for those either."""
 

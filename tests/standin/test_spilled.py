@@ -57,6 +57,7 @@ def test_a_model_whose_state_is_larger_than_the_gpu_is_measured_there_layer_by_l
     assert found["peak"] <= found["budget"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("place", "budget"),
     [("device", "64MiB"), pytest.param("host", "48MiB", marks=pytest.mark.full)],

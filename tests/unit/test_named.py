@@ -66,7 +66,7 @@ def ran(folder: Path, end: str, model: str = "build", helper: str = "") -> Path:
     return folder / "runs" / "s"
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
 def test_a_study_that_its_script_runs_is_verified_and_loaded_and_not_run_again(
     end, tmp_path, monkeypatch, capsys

@@ -39,6 +39,7 @@ def test_it_trains_spilled_as_alone_and_the_base_is_on_the_disk_twice(
     assert all(torch.equal(trained[name], fresh[name]) for name in fresh.keys() & trained.keys())
 
 
+@pytest.mark.full
 def test_trials_that_differ_in_their_scale_share_an_array(adapters: Any, run_study: Any) -> None:
     report = run_study(adapters.study.recipe, shoal.grid(**SPACE), fuse=3, steps=4, devices=1)
     rows = Snapshot.of(read_outline(report.directory)).trials

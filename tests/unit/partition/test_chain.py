@@ -144,6 +144,7 @@ def test_a_resnet_keeps_its_batch_statistics_and_its_memory_format(assert_bitwis
     )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_gpt_with_a_tied_head_and_three_micro_batches(assert_bitwise, tokens, precision):
     batches = [tokens(4, 12) for _ in range(3)]

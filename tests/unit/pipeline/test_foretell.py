@@ -79,6 +79,7 @@ def test_it_does_not_where_python_draws():
     assert not foretelling.works(batch)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("build", [model, python])
 @pytest.mark.parametrize("foretell", [False, True])
 def test_either_way_the_bits_are_the_plain_loops(build, foretell, stage_processes):
@@ -92,6 +93,7 @@ def test_either_way_the_bits_are_the_plain_loops(build, foretell, stage_processe
     assert found.equal, found.first_difference
 
 
+@pytest.mark.full
 def test_draws_that_depend_on_values_are_found_out(stage_processes):
     how = {"stages": 3, "schedule": "flush", "processes": stage_processes}
     with pytest.raises(TrialError, match=r"Use foretell=False"):

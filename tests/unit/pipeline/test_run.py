@@ -52,6 +52,7 @@ def test_2bw_needs_as_many_micro_batches_as_stages():
     assert "Recipe(accumulate=4)" in said
 
 
+@pytest.mark.full
 def test_a_short_last_group_counts_as_what_it_is(stage_processes):
     def five(hp):
         return [torch.ones(2, 4)] * 5, None

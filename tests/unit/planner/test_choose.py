@@ -94,7 +94,7 @@ def test_more_memory_never_moves_more_with_the_step_on_the_device(clip, layers):
     assert moved[-1] < moved[0] / 4
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize(("clip", "layers"), [(True, 12), DEEP, DEEP_CLIPPED])
 def test_more_memory_hardly_ever_moves_more_with_the_step_on_the_host(clip, layers):
     """Another number of shards may be as quick and move more: what is chosen by is time."""

@@ -64,6 +64,7 @@ def test_a_plan_says_who_holds_what_and_what_is_sent(plan):
         assert part in words, words
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("technique", [DataParallel(width=3), DataParallel(width=3, shard=True)])
 def test_the_first_replica_has_a_validation_batch_for_each(technique, plan):
     """Ten times as many rows are ten times the bytes, of all three."""

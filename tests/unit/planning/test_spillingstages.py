@@ -153,6 +153,7 @@ def test_devices_that_would_idle_are_spilled_stages_where_those_are_quicker(plan
     assert isinstance(plan(None).jobs[0].technique, Spilled)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("technique", "options", "words"),
     [

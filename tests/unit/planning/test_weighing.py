@@ -194,6 +194,7 @@ def test_what_2bw_refuses_trains_synchronous_and_says_why(changes, words, plan):
     assert words in why(job)
 
 
+@pytest.mark.full
 def test_stages_that_are_spilled_are_synchronous(plan):
     (job,) = plan(memory="2MiB")
     assert job.technique.is_spilled

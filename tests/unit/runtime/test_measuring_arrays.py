@@ -392,6 +392,7 @@ def uneven(**settings):
     return ArrayBench(made, device, trials, Captures(made, CPU)), tuple(trials)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["eager", "traced"])
 def test_an_array_is_timed_on_the_batches_of_several_steps(kind):
     """Those of one order are one pass; of orders of their own one for each length."""
