@@ -85,7 +85,7 @@ class CompiledBackend(TracedBackend):
         if ran is None:
             lost = IndexError("an index that no row has, or an operation that raised")
             return self._without_those_that_fail(crew, batches, active, scale, lost)
-        add_gradients(crew.stacked.parameters, ran.gradients, active, scale)
+        add_gradients(crew.stacked.parameters, ran.gradients, active, adds=scale != 1)
         return Trained(masked(ran.losses, active), {})
 
     def _without_those_that_fail(

@@ -131,7 +131,7 @@ class StackedBackend:
         holds = scale != 1 and any(block.grad is not None for block in blocks)
         weights = torch.tensor(active, dtype=losses.dtype, device=losses.device) * scale
         try:
-            with nothing_for_idle(blocks, active, scale):
+            with nothing_for_idle(blocks, active, adds=scale != 1):
                 torch.autograd.backward([losses], [weights])
         except RuntimeError as error:
             if holds:  # gradients of the step's earlier micro-batches, which would be lost

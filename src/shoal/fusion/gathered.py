@@ -8,13 +8,30 @@ slot has of an earlier batch of the step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from shoal.fusion.declined import Declined
+
+
+def require_even(there: Mapping[str, Collection[int]], slots: Iterable[int]) -> None:
+    """Check that ``slots`` have gradients of all parameters of which any slot has one.
+
+    ``there``: by parameter, the slots that have one.
+
+    Raises:
+        Declined: one has none of some parameter, whose optimizer passes over it alone.
+    """
+    step = set(slots)
+    for name, some in there.items():
+        if missing := sorted(step.difference(some)):
+            raise Declined(
+                f"batches of some lengths use {name!r} and others do not: slot {missing[0]} "
+                "has no gradient of it in this step, and others have one"
+            )
 
 
 class Gathered:
@@ -41,19 +58,13 @@ class Gathered:
             if gradient is not None:
                 self._add(name, gradient, slots, held[name])
 
-    def require_even(self, slots: Iterable[int], names: Iterable[str] | None = None) -> None:
-        """Check that those who step have gradients of the same parameters, or of these ``names``.
+    def require_even(self, slots: Iterable[int]) -> None:
+        """Check that those who step have gradients of the same parameters.
 
         Raises:
             Declined: one has none of some parameter, whose optimizer passes over it alone.
         """
-        here, step = set(self._there), set(slots)
-        for name in sorted(here if names is None else here.intersection(names)):
-            if missing := sorted(step - self._there[name]):
-                raise Declined(
-                    f"batches of some lengths use {name!r} and others do not: slot {missing[0]} "
-                    "has no gradient of it in this step, and others have one"
-                )
+        require_even(self._there, slots)
 
     def _put(self, found: Mapping[str, Tensor | None], held: Mapping[str, Tensor | None]) -> None:
         for name, block in self._blocks.items():

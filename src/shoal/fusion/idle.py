@@ -29,15 +29,15 @@ def idle_slots(active: Sequence[bool]) -> list[int]:
 
 @contextmanager
 def nothing_for_idle(
-    blocks: Iterable[Tensor], active: Sequence[bool], scale: float
+    blocks: Iterable[Tensor], active: Sequence[bool], *, adds: bool
 ) -> Iterator[None]:
     """Have a backward inside add nothing to the gradients of slots that take no part.
 
     ``blocks`` are stacked parameters [N, ...]; of those that have no gradient yet these slots'
-    rows become ``NOTHING``. Of a step of one batch (``scale`` 1) nobody reads them, and nothing
-    is done.
+    rows become ``NOTHING``. ``adds``: the step has other batches. Else nobody reads them, and
+    nothing is done.
     """
-    idle = _read_later(active, scale)
+    idle = _rows_idle(active) if adds else []
     trained = [block for block in blocks if block.requires_grad] if idle else []
     held = [block for block in trained if block.grad is not None]
     fresh = [block for block in trained if block.grad is None]
@@ -56,13 +56,14 @@ def add_gradients(
     blocks: Mapping[str, Tensor],
     gradients: Mapping[str, Tensor],
     active: Sequence[bool],
-    scale: float,
+    *,
+    adds: bool,
 ) -> None:
     """The same where a graph has made the gradients, which become or are added to those there are.
 
     Their memory is the parameters' from then on, or is given up.
     """
-    idle = _read_later(active, scale)
+    idle = _rows_idle(active) if adds else []
     for name, gradient in gradients.items():
         _empty(gradient, idle)
         held = blocks[name].grad
@@ -72,10 +73,8 @@ def add_gradients(
             held.add_(gradient)
 
 
-def _read_later(active: Sequence[bool], scale: float) -> list[slice]:
-    """Rows of slots that take no part, whose gradients of the step others come to."""
-    if scale == 1:
-        return []
+def _rows_idle(active: Sequence[bool]) -> list[slice]:
+    """Rows of slots that take no part."""
     found: list[slice] = []
     for slot in idle_slots(active):
         if found and found[-1].stop == slot:

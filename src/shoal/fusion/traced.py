@@ -138,7 +138,7 @@ class TracedBackend(StackedBackend):
             inputs = self._inputs(crew, kept.masks, batches, active, scale)
             ran = self._replay(kept, crew, inputs, active)
             if ran is not None:
-                add_gradients(crew.stacked.parameters, ran.gradients, active, scale)
+                add_gradients(crew.stacked.parameters, ran.gradients, active, adds=scale != 1)
                 return Trained(masked(ran.losses, active), {})
         is_first = all(block.grad is None for block in crew.stacked.parameters.values())
         with self._listening(crew) as heard, _kernels(kept, crew):

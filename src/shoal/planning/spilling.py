@@ -226,6 +226,7 @@ class Spilling:
             if stacked.declined:
                 return stacked.declined
             measure = with_shards(paper, stacked.shards, exact, rows)
+            measure = replace(measure, batch_bytes=stacked.batch_bytes or paper.batch_bytes)
             plan = self._plan(measure, exact, choice.technique, request, rows, stacked.passes)
             if isinstance(plan, SpilledArrayPlan):
                 passes, lengths = stacked.passes, stacked.lengths

@@ -407,7 +407,8 @@ class MeasuredArrayShards:
 
     ``is_over``: a unit needs more than the device has, and smaller shards may do.
     ``build_s``: what it takes to cut the model. ``passes``: of each micro-batch on average, one
-    for each length among its batches, which are ``lengths`` in words.
+    for each length among its batches, which are ``lengths`` in words. ``batch_bytes``: of the
+    batches that were measured, one for each slot.
     """
 
     trial: int
@@ -417,6 +418,7 @@ class MeasuredArrayShards:
     build_s: Seconds = NO_SECONDS
     passes: float = 1.0
     lengths: str = ""
+    batch_bytes: Bytes = NO_BYTES
 
 
 @dataclass(frozen=True, slots=True)

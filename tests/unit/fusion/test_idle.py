@@ -86,7 +86,7 @@ def signs(tensor):
 @pytest.mark.parametrize("width", [3, 4])
 def test_a_gradient_that_waits_keeps_its_bits_the_sign_of_zero_too(width):
     held = block(width)
-    with nothing_for_idle([held], [True] + [False] * (width - 1), 0.5):
+    with nothing_for_idle([held], [True] + [False] * (width - 1), adds=True):
         (held.sqrt() * 0.0).sum().backward()
     assert signs(held.grad) == [[False, False]] + [[False, True]] * (width - 1)
 
@@ -96,7 +96,7 @@ def test_in_memory_that_rows_share_it_is_written_once_and_nowhere_else(fill):
     """The gradient of a sum is one number, as often as there are elements."""
     one, other = block(), block()
     weights = torch.tensor([2.0, fill, 3.0])
-    with nothing_for_idle([one, other], [True, False, True], 0.5):
+    with nothing_for_idle([one, other], [True, False, True], adds=True):
         ((one + other).sum(1) * weights).sum().backward()
     for held in (one, other):
         assert held.grad.tolist() == [[2.0, 2.0], [0.0, 0.0], [3.0, 3.0]]
@@ -105,7 +105,7 @@ def test_in_memory_that_rows_share_it_is_written_once_and_nowhere_else(fill):
 
 def test_one_row_that_all_slots_share_stays_the_others_own():
     held = block()
-    with nothing_for_idle([held], [True, False, False], 0.5):
+    with nothing_for_idle([held], [True, False, False], adds=True):
         held.sum().backward()
     assert held.grad.tolist() == [[1.0, 1.0], [0.0, 0.0], [0.0, 0.0]]
 
@@ -113,11 +113,13 @@ def test_one_row_that_all_slots_share_stays_the_others_own():
 def test_what_comes_first_leaves_nothing_that_a_later_batch_is_added_to():
     fresh = block()
     fresh.grad = None
-    with nothing_for_idle([fresh], [False, True, False], 0.5):
+    with nothing_for_idle([fresh], [False, True, False], adds=True):
         fresh.square().sum().backward()
     graph = block()
     graph.grad = None
-    add_gradients({"w": graph}, {"w": torch.full((3, 2), torch.inf)}, [False, True, False], 0.5)
+    add_gradients(
+        {"w": graph}, {"w": torch.full((3, 2), torch.inf)}, [False, True, False], adds=True
+    )
     for held in (fresh, graph):
         assert signs(held.grad) == [[True, True], [False, False], [True, True]]
         assert held.grad[0].tolist() == [0.0, 0.0]
@@ -127,7 +129,7 @@ def test_no_memory_is_taken_for_it():
     held, size = torch.ones(4, 1000, requires_grad=True), 4 * 4000
     for active in ([True] * 4, [True, False, True, False]):
         held.grad = torch.zeros(4, 1000)
-        with AllocationTracker() as tracker, nothing_for_idle([held], active, 0.5):
+        with AllocationTracker() as tracker, nothing_for_idle([held], active, adds=True):
             held.square().sum().backward()
         peak = tracker.peak_bytes
         if all(active):

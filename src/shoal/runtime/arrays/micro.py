@@ -48,6 +48,11 @@ class StackedMicro(Micro):
     is_last: bool = True
     returned: set[Wire] = field(default_factory=set)
 
+    @property
+    def taking(self) -> list[int]:
+        """Those that run together."""
+        return [slot for slot, is_active in enumerate(self.active) if is_active]
+
     def has_wire(self, wire: Any) -> bool:
         """Whether it is on the device, or nobody is to read it any more."""
         if isinstance(wire, Apart):

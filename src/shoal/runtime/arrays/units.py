@@ -7,8 +7,7 @@ forward again, with the random numbers and the buffers that the first one saw.
 [Note: who takes part]
 Slots whose batch has the usual layout run together. One with a batch of another layout, the
 short last one, runs by itself (``oddslots``). Where batches vary in length there is no usual one:
-who calls brings those of one layout at a time, and each such pass leaves its gradients by
-themselves (``fusion.gathered``). A slot whose
+who calls brings those of one layout at a time. A slot whose
 code or data raises takes no part from then on: where a part raises, the slots are tried one by
 one, everybody with that one's batch and inputs; what was found to raise gets somebody else's.
 """
@@ -18,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -29,7 +28,7 @@ from torch.autograd.graph import get_gradient_edge
 from shoal.fusion.crew import Crew
 from shoal.fusion.declined import Declined
 from shoal.fusion.fused import filled, first_line, is_out_of_memory, masked
-from shoal.fusion.gathered import Gathered
+from shoal.fusion.gathered import require_even
 from shoal.fusion.idle import idle_slots, nothing_for_idle
 from shoal.fusion.outputs import put_together, taken_apart
 from shoal.fusion.sharded import Inside, Packed, ShardBackend, backward
@@ -85,7 +84,7 @@ class StackedUnits:
         self._chains: tuple[Any, Chain] | None = None  # of which template
         self._odd = OddSlots(crew, chain, spans, route)
         self._to_come = 1  # micro-batches of the step
-        self._gathered: Gathered | None = None  # where each leaves its gradients by themselves
+        self._received: dict[str, set[int]] = {}  # slots with a gradient, by parameter
         self._took_part: set[int] = set()
         self.scale = 1.0 / chain.recipe.accumulate
 
@@ -115,9 +114,8 @@ class StackedUnits:
         """A step of so many micro-batches begins, or an evaluation of one batch."""
         self._to_come = micro_batches
         self._odd.restart()
-        if self._usual is None:
-            self._gathered = Gathered(self._crew().stacked.parameters)
-            self._took_part.clear()
+        self._received.clear()
+        self._took_part.clear()
 
     def lacking(self, slot: int | None) -> AbstractSet[str]:
         """As ``OddSlots.lacking``."""
@@ -134,7 +132,7 @@ class StackedUnits:
         for slot, one in enumerate(batch):
             if one is not None:
                 self._take_up(slot, one, micro)
-        self._odd.ran_together(slot for slot, is_active in enumerate(micro.active) if is_active)
+        self._odd.ran_together(micro.taking)
         return micro
 
     def _take_up(self, slot: int, batch: Any, micro: StackedMicro) -> None:
@@ -248,10 +246,10 @@ class StackedUnits:
         counted = set[int]()
         if any(micro.active):
             work = self._backward_last if last else self._backward
-            with self._by_themselves(micro):
+            with self._noting(shard, micro):
                 found = self._guarded(shard, micro, lambda: work(shard, micro))
             losses = losses if found is None else found
-            counted = {slot for slot, is_active in enumerate(micro.active) if is_active}
+            counted = set(micro.taking)
         for slot in list(micro.apart):
             with self._by_itself(slot, micro):
                 mine, is_last = micro.apart[slot], micro.is_last
@@ -265,26 +263,39 @@ class StackedUnits:
             return None
         return Result(losses, counted=[slot in counted for slot in range(len(losses))])
 
-    def _by_themselves(self, micro: StackedMicro) -> AbstractContextManager[None]:
-        """A backward inside; where each leaves its gradients by themselves, so does this one."""
-        if self._gathered is None:
-            return nullcontext()
-        slots = [slot for slot, is_active in enumerate(micro.active) if is_active]
-        self._took_part.update(slots)
-        return self._gathered.adding(slots)
+    @contextmanager
+    def _noting(self, shard: int, micro: StackedMicro) -> Iterator[None]:
+        """A backward inside: which slots have a gradient of which parameters after it."""
+        blocks = self._trained_in(shard) if self._usual is None else {}
+        hooks = [
+            block.register_hook(self._receiver(name, micro)) for name, block in blocks.items()
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self._took_part.update(micro.taking)
+
+    def _receiver(self, name: str, micro: StackedMicro) -> Callable[[Tensor], None]:
+        return lambda grad: self._received.setdefault(name, set()).update(micro.taking)
+
+    def _trained_in(self, shard: int) -> dict[str, Tensor]:
+        blocks = self._crew().stacked.parameters
+        names = self._chain.parameters_in(*self._spans[shard])
+        return {name: blocks[name] for name in names if blocks[name].requires_grad}
 
     def require_even(self, without: Collection[int], shards: Iterable[int]) -> None:
         """Check, before these shards step, that slots have gradients of the same parameters.
 
-        Those that do not step are ``without`` them.
+        Where batches vary in length. Those that do not step are ``without`` them.
 
         Raises:
             Declined: one lacks a gradient that others have.
         """
-        for shard in shards if self._gathered is not None else ():
-            names = self._chain.parameters_in(*self._spans[shard])
-            assert self._gathered is not None
-            self._gathered.require_even(self._took_part.difference(without), names)
+        for shard in shards if self._usual is None else ():
+            there = {n: self._received[n] for n in self._trained_in(shard) if n in self._received}
+            require_even(there, self._took_part.difference(without))
 
     def _backward_last(self, shard: int, micro: StackedMicro) -> Tensor:
         crew, (start, stop) = self._crew(), self._spans[shard]
@@ -337,9 +348,8 @@ class StackedUnits:
         crew.streams.put(streams)
 
     def _nothing_for_idle(self, shard: int, micro: StackedMicro) -> AbstractContextManager[None]:
-        names, blocks = self._chain.parameters_in(*self._spans[shard]), self._crew().stacked
-        here = [blocks.parameters[name] for name in names]
-        return nothing_for_idle(here, micro.active, self.scale)
+        adds = self.scale != 1 or self._usual is None
+        return nothing_for_idle(self._trained_in(shard).values(), micro.active, adds=adds)
 
     def _hand_on(
         self, shard: int, micro: StackedMicro, entries: Mapping[Wire, Boundary], parts: TiedParts
@@ -473,7 +483,7 @@ class StackedUnits:
         self, shard: int, micro: StackedMicro, error: BaseException, again: _Beginning
     ) -> None:
         found = {}
-        for slot in (s for s, is_active in enumerate(micro.active) if is_active):
+        for slot in micro.taking:
             failure = self._error_of(shard, slot, micro)
             again.put_back(self._crew(), micro)
             if failure is not None:

@@ -25,8 +25,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shoal.core.spec import NO_SECONDS, HyperParameters, PassKind, ShardSpec, TrialSpec
+from shoal.core.spec import NO_BYTES, NO_SECONDS, HyperParameters, PassKind, ShardSpec, TrialSpec
 from shoal.core.units import Bytes, Seconds
+from shoal.data.sources import batch_bytes
 from shoal.device import Device
 from shoal.fusion import Array, Declined, Member, backend_of, dry_run
 from shoal.fusion.beside import first_change
@@ -84,6 +85,7 @@ class Shards(NamedTuple):
     build_s: Seconds = NO_SECONDS
     passes: float = 1.0
     lengths: str = ""
+    batch_bytes: Bytes = NO_BYTES
 
 
 class _Ready(NamedTuple):
@@ -420,6 +422,7 @@ class ArrayBench:
         self._works, self._alone = (), None
         crowd.trials, crowd.one_base, crowd.varies = order.trials, order.one_base, order.varies
         crowd.grow(width)
+        batches = crowd.longest(width)
         began = time.perf_counter()
         try:
             hp = HyperParameters(trial.hp)
@@ -427,7 +430,7 @@ class ArrayBench:
             build_s = Seconds(time.perf_counter() - began)
             measure = StackedMeasure(
                 crowd.members[:width],
-                crowd.longest(width),
+                batches,
                 chain,
                 self.meter,
                 self._clock,
@@ -437,7 +440,8 @@ class ArrayBench:
             )
             found, lengths = measure.shards(order.cuts), crowd.lengths(width)
             passes = passes_of(crowd.steps(width)) if order.varies else 1.0
-            return Shards(found, "", build_s=build_s, passes=passes, lengths=lengths)
+            size = Bytes(sum(map(batch_bytes, batches)))
+            return Shards(found, "", False, build_s, passes, lengths, size)
         except Declined as error:
             return Shards((), str(error))
         except (RuntimeError, MemoryError) as error:
