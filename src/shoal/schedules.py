@@ -139,6 +139,10 @@ class EachEpoch(Schedules):
         if self._done % self._steps == 0:
             super().step()
 
+    def begin_at(self, step: int) -> None:
+        """Stand where a trial of so many steps does: its epochs are not over sooner for that."""
+        self._done = step
+
     def state_dict(self) -> dict[str, Any]:
         """By name, and the steps that were counted."""
         return super().state_dict() | {_COUNT: {"steps": self._done}}
@@ -297,6 +301,12 @@ def options_of_new(schedule: Any, state: Mapping[str, Any] | None) -> frozenset[
 _OPTIONS = frozenset(
     ("lr", "initial_lr", "max_lr", "min_lr", "betas", "momentum", "base_momentum", "max_momentum")
 )
+
+
+def begin_at(schedule: Any, step: int) -> None:
+    """A schedule of a trial of so many steps that had none; its own count begins all the same."""
+    if isinstance(schedule, EachEpoch):
+        schedule.begin_at(step)
 
 
 def give_state(schedule: Any, state: Mapping[str, Any] | None, was: str = "") -> None:

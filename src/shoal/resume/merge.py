@@ -235,7 +235,8 @@ def _other_rates(was: RecipeRecord, now: RecipeRecord) -> Iterable[str]:
     ]
     begins, ends = ("schedule" not in recipe.fields for recipe in (was, now))
     paced, pace = (recipe.fields.get("schedule_interval") for recipe in (was, now))
-    if paced != pace or (changed and not (changed == ["schedule"] and (begins or ends))):
+    is_paced_otherwise = paced != pace and not (begins or ends)
+    if is_paced_otherwise or (changed and not (changed == ["schedule"] and (begins or ends))):
         yield (
             "the options of optimizers and schedules are a part of that state (learning rates "
             "among them): what changed of these holds for trials that have no step yet. One whose "
@@ -243,8 +244,6 @@ def _other_rates(was: RecipeRecord, now: RecipeRecord) -> Iterable[str]:
             "else, fails, and what it saved stays. A schedule in place of none begins where the "
             "trial stands."
         )
-    if paced != pace:
-        return
     if begins and not ends:
         yield (
             "the schedule is new: in a trial that has steps it begins where the trial stands, "

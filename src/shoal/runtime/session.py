@@ -351,6 +351,8 @@ class Session:
             own = schedules.options_of_new(self.schedule, progress.schedule)
             self.binding.restore_groups(progress.groups, but=own)
             schedules.give_state(self.schedule, progress.schedule, progress.scheduled)
+            if progress.schedule is None:
+                schedules.begin_at(self.schedule, progress.step)
         if reads:
             self._seek(progress)
         self.rng = progress.rng

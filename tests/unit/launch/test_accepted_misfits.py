@@ -62,10 +62,10 @@ def sure(output, batch):
 
 recipe = shoal.Recipe(
     model=build, data=data, loss=loss, metrics={"sure": sure}, optimizer=optimizer,
-    schedule=schedule, schedule_interval="INTERVAL",
+    SCHEDULED,
 )
 study = shoal.Study(
-    "misfit", recipe, space=shoal.grid(lr=[0.01, 0.1]), epochs=5, directory="PLACE",
+    "misfit", recipe, space=shoal.grid(lr=[0.01, 0.1]), LENGTH, directory="PLACE",
     checkpoint_every=0,
 )
 """
@@ -75,7 +75,9 @@ GROUPS = (
     "torch.optim.Adam([{'params': [p for n, p in named if n[0] == k]} for k in '012'], "
     "lr=hp['lr'])"
 )
-BEGUN = {"WIDER": "False", "OTHER": ADAM, "INTERVAL": "step", "WRONG": "True"}
+SCHEDULED = 'schedule=schedule, schedule_interval="INTERVAL"'
+BEGUN = {"WIDER": "False", "OTHER": ADAM, "WRONG": "True", "LENGTH": "epochs=5"}
+BEGUN |= {"SCHEDULED": SCHEDULED, "INTERVAL": "step"}
 BEGUN["SCHEDULE"] = "torch.optim.lr_scheduler.StepLR(optimizer, 3)"
 
 
@@ -209,6 +211,42 @@ def test_a_schedule_that_is_added_begins_from_the_rates_that_it_was_made_with(mi
         assert group["lr"] == pytest.approx(trial.hp["lr"])
     (changed,) = studies.written(study, StudyChanged)
     assert any("begins where the trial stands" in words for words in changed.changes)
+
+
+NONE_GIVEN, NONE_MADE = {"SCHEDULED": "schedule=None"}, {"SCHEDULE": "None"}
+HALVES = {"SCHEDULE": "torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)", "WRONG": "False"}
+
+
+@pytest.mark.parametrize(
+    ("interval", "without", "fuse"),
+    [("epoch", NONE_GIVEN, None), ("epoch", NONE_MADE, 2), ("evaluation", NONE_GIVEN, None)],
+)
+def test_one_that_goes_by_epochs_or_evaluations_is_added_and_ends_with_those_of_the_trial(
+    misfit, interval, without, fuse
+):
+    """In the middle of the second epoch of five, whose end is its first."""
+    misfit(LENGTH="steps=6", **(HALVES | without), fuse=fuse)
+
+    added = {**HALVES, "INTERVAL": interval, "LENGTH": "steps=20"}
+    study = misfit(**added, accept_recipe=True)
+
+    for trial in read_report(study.directory).trials:
+        assert not trial.error
+        (group,) = trial.load_state()["optimizer"]["groups"]
+        assert group["lr"] == pytest.approx(trial.hp["lr"] * 0.5**4)
+
+
+@pytest.mark.parametrize("interval", ["epoch", "evaluation"])
+def test_where_one_that_goes_by_epochs_is_taken_away_the_rate_stays(misfit, interval):
+    misfit(**HALVES, INTERVAL=interval, LENGTH="steps=10")
+
+    without = {**NONE_GIVEN, "LENGTH": "steps=20", "WRONG": "False"}
+    study = misfit(**without, accept_recipe=True)
+
+    for trial in read_report(study.directory).trials:
+        assert not trial.error
+        (group,) = trial.load_state()["optimizer"]["groups"]
+        assert group["lr"] == pytest.approx(trial.hp["lr"] * 0.25)
 
 
 def test_a_state_that_does_not_say_of_which_schedule_it_is_goes_on_if_that_can_load_it():

@@ -484,12 +484,16 @@ def test_what_becomes_of_rates_is_said_where_what_makes_them_changed(
     )
 
 
-def test_that_a_schedule_is_new_is_said() -> None:
+@pytest.mark.parametrize("paced", [{}, {"schedule_interval": "'epoch'"}], ids=["steps", "epochs"])
+def test_that_a_schedule_is_new_or_gone_is_said(paced: dict[str, str]) -> None:
     without = {name: text for name, text in SCHEDULED.items() if name != "schedule"}
-    both = (study(points(1), recipe=record_of(fields, TEXTS)) for fields in (without, SCHEDULED))
-    recorded, asked = both
-    changes = merge(recorded, {0: RUNNING}, asked, accept_recipe=True).changes
-    assert [NEW in words for words in changes] == [False, True]
+    few, all_ = (
+        study(points(1), recipe=record_of(fields, TEXTS))
+        for fields in (without, SCHEDULED | paced)
+    )
+    for recorded, asked, words in ((few, all_, NEW), (all_, few, GONE)):
+        changes = merge(recorded, {0: RUNNING}, asked, accept_recipe=True).changes
+        assert [one for one in (KEPT, NEW, GONE) if one in " ".join(changes)] == [words]
 
 
 def test_a_changed_field_a_new_and_a_lost_definition_are_named() -> None:

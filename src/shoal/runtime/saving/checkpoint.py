@@ -408,6 +408,7 @@ def take_up(
     else:
         if fit is not None:
             fit.require_groups(progress, session.binding.groups())
+            fit.require_pace(progress, session.schedule)
             if grant.warm and fit.counts_otherwise(session.feed.num_batches):
                 progress = replace(progress, position=session.feed.position())
         if session is parked and not grant.warm:  # it has its own still

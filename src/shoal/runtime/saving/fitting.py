@@ -69,9 +69,6 @@ class Fit:
             was, kind = (" + ".join(map(state_of, k.split(" + "))) for k in (was, kind))
         if was and kind and was != kind:
             self._refuse(f"it was saved with the optimizer {was}, and {kind} is made")
-        paced, pace = (key.get("schedule", _EVERY_STEP) for key in (then, now))
-        if then and paced != pace and not self._grant.warm:
-            self._refuse(f"its schedule was stepped after {paced}, and is after {pace} now")
 
     def _require_state(self, beside: Mapping[str, Sequence[int]], layout: TrialLayout) -> None:
         """What the optimizer kept for each parameter has its place."""
@@ -104,6 +101,19 @@ class Fit:
         if groups[0] != groups[1]:
             was, made = (f"{len(some)} ({', '.join(map(_of, some))})" for some in groups)
             self._refuse(f"its optimizer had groups of parameters, {was}, and has {made} now")
+
+    def require_pace(self, then: Progress, schedule: Any) -> None:
+        """A schedule that there was goes by what ``schedule`` goes by, if there are both.
+
+        Raises:
+            TrialError: it does not.
+        """
+        if self._grant.warm or not schedule or then.schedule is None:
+            return
+        keys = self._meta.get("numerics", {}), self._grant.job.numerics
+        paced, pace = (key.get("schedule", _EVERY_STEP) for key in keys)
+        if keys[0] and paced != pace:
+            self._refuse(f"its schedule was stepped after {paced}, and is after {pace} now")
 
     def _require_flags(self, then: Progress, now: Sequence[Mapping[str, Any]]) -> None:
         """Flags decide what an optimizer keeps: another one may miss what it has to find."""
