@@ -5,6 +5,7 @@ from __future__ import annotations
 import parts
 import pytest
 import twins
+from torch.optim import lr_scheduler
 
 from shoal import DataParallel
 from shoal.core.event import PeakMeasured
@@ -54,3 +55,51 @@ def test_whole_parameters_are_counted_while_they_are_gathered_and_not_afterwards
     weights = sum(p.nbytes for p in parts.backbone({}).parameters())
     for peak in heard.of(PeakMeasured):
         assert 0.5 * weights < peak.predicted_bytes < 1.3 * weights
+
+
+class Changing(lr_scheduler.LambdaLR):
+    """Trains what was frozen, or the other way round, after three steps."""
+
+    def step(self):
+        super().step()
+        if self.last_epoch == 3:
+            for parameter in self.optimizer.param_groups[0]["params"]:
+                parameter.requires_grad_(not parameter.requires_grad)
+
+
+def changing(optimizer, hp):
+    return Changing(optimizer, lambda step: 1.0)
+
+
+@pytest.mark.parametrize("technique", [SHARDED, WHOLE], ids=["sharded", "whole"])
+def test_what_is_trained_since_the_replicas_were_made_fails_their_trial(technique, run_study):
+    """It had the gradients of each replica's own rows, or none."""
+    of = twins.recipe(model=parts.backbone, data=parts.data, schedule=changing)
+    report = run_study(of, twins.LR, technique=technique, devices=2, steps=6)
+    (trial,) = report.trials
+    assert trial.state == "FAILED"
+    assert "was frozen when this trial's replicas were made, and is trained in step 4" in (
+        trial.error
+    )
+
+
+class Freezing(lr_scheduler.LambdaLR):
+    """Freezes the first two parameters after three steps."""
+
+    def step(self):
+        super().step()
+        if self.last_epoch == 3:
+            for parameter in self.optimizer.param_groups[0]["params"][:2]:
+                parameter.requires_grad_(False)
+
+
+def freezing(optimizer, hp):
+    return Freezing(optimizer, lambda step: 1.0)
+
+
+def test_what_is_frozen_since_stays_as_it_is_or_fails_its_trial(run_study, run_replicas):
+    """FSDP2 goes on to make its gradients."""
+    of = twins.recipe(schedule=freezing)
+    run_replicas(of, WHOLE, steps=6)
+    (trial,) = run_study(of, twins.LR, technique=SHARDED, devices=2, steps=6).trials
+    assert "was trained when this trial's replicas were made, and is frozen" in trial.error

@@ -15,6 +15,7 @@ from torch import Tensor
 from shoal.bound import clip_limit
 from shoal.core.errors import TrialError
 from shoal.device import Device
+from shoal.habits import trained
 from shoal.partition.track import AllocationTracker
 from shoal.recipe import Batch, evaluate_metrics
 from shoal.replicas import Piece, slice_of
@@ -23,6 +24,8 @@ from shoal.runtime.binding import Placed, place_in_slot, place_on_host
 from shoal.runtime.gangs.replicated import ReplicaSession
 from shoal.runtime.gangs.wrapped import Sharded, Whole, share_buffers
 from shoal.runtime.units import get, locate
+
+_TOLD = ("frozen", "trained")
 
 
 class Replica:
@@ -51,6 +54,7 @@ class Replica:
         self._load()
         if not session.technique.shard:
             self._engine = Whole(session.model, session.recipe, device.torch_device)
+        self._trained = trained(self._engine.root.model)
 
     # -- state ----------------------------------------------------------------------------
 
@@ -154,7 +158,12 @@ class Replica:
         return self._engine.used()
 
     def finish(self) -> None:
-        """All batches are through: the gradients are those of all replicas, and clipped."""
+        """All batches are through: the gradients are those of all replicas, and clipped.
+
+        Raises:
+            TrialError: what is trained is not what was when the replicas were made.
+        """
+        self._require_trained()
         self._engine.finish()
         if isinstance(self._engine, Sharded):
             params = self._session.binding.params
@@ -162,6 +171,22 @@ class Replica:
                 params[name].grad = grad
         if (limit := clip_limit(self._session.recipe)) is not None:
             self._engine.clip(limit)
+
+    def _require_trained(self) -> None:
+        """Gradients are added up of what was trained when torch wrapped the model.
+
+        Its DDP does not send others', and its FSDP2 makes those of what is frozen since.
+        """
+        named = self._session.model.named_parameters()
+        for (name, parameter), was in zip(named, self._trained, strict=True):
+            now = parameter.requires_grad
+            if now > was or (now < was and self._session.technique.shard):
+                raise TrialError(
+                    f"{name!r} was {_TOLD[was]} when this trial's replicas were made, and is "
+                    f"{_TOLD[now]} in step {self._session.step + 1}: replicas add up the "
+                    "gradients of what was trained then. Train it on one device "
+                    "(technique='resident'), or have the same parameters trained all the time."
+                )
 
     def step(self) -> None:
         """Step what is here."""
