@@ -27,46 +27,57 @@ from shoal.source import MODULE_NAME
 
 
 def first_side_effect(
-    members: Sequence[Member], batches: Sequence[Any], device: torch.device
+    members: Sequence[Member],
+    batches: Sequence[Any],
+    device: torch.device,
+    *,
+    own_passes: bool = False,
 ) -> str:
     """That of the first trial whose own code does not raise; empty if it has none.
+
+    ``own_passes``: each slot's are those of its own module, once, in its own random streams. Then
+    only what is kept in Python counts, which such passes leave as it was (``laidup.py``).
 
     Raises:
         Declined: there is none such.
     """
     for member, batch in zip(copies(members), batches, strict=True):
         try:
-            words = _side_effect(member, batch, device)
+            words = _side_effect(member, batch, device, own_passes)
         except Exception as error:
             failure = error
             continue
+        if own_passes:
+            return words
         return words or _laid_up_differently(members, batches, device)
     raise Declined(f"none of the trials can do a step: {type(failure).__name__}: {failure}")
 
 
-def _side_effect(member: Member, batch: Any, device: torch.device) -> str:
+def _side_effect(member: Member, batch: Any, device: torch.device, own_passes: bool) -> str:
     """What a forward changes that is neither a buffer nor one of torch's random streams."""
     member.module.train()
     with _tensor_hooks() as hooked:
-        words = _change(member, batch, device, "a forward")
-    if hooked:
+        words = _change(member, batch, device, "a forward", own_passes)
+    if hooked and not own_passes:
         return (
             "the model's forward puts a hook on a tensor (register_hook), which would see the "
             "gradients of all slots, or none. A torch.autograd.Function can do the same."
         )
-    return words or _change_when_evaluating(member, batch, device)
+    return words or _change_when_evaluating(member, batch, device, own_passes)
 
 
-def _change_when_evaluating(member: Member, batch: Any, device: torch.device) -> str:
+def _change_when_evaluating(
+    member: Member, batch: Any, device: torch.device, own_passes: bool
+) -> str:
     member.module.eval()
     try:
         with torch.no_grad():
-            return _change(member, batch, device, "a forward in evaluation mode")
+            return _change(member, batch, device, "a forward in evaluation mode", own_passes)
     except Exception:  # a model that has no loss then is not evaluated
         return ""
 
 
-def _change(member: Member, batch: Any, device: torch.device, what: str) -> str:
+def _change(member: Member, batch: Any, device: torch.device, what: str, own_passes: bool) -> str:
     """What is another after forwards, the first of which may lay up something for the others."""
     batch = tree_map_only(Tensor, torch.clone, batch)
     parameters = member.module.named_parameters()
@@ -82,9 +93,10 @@ def _change(member: Member, batch: Any, device: torch.device, what: str) -> str:
             *(["random"] if random.getstate() != python else []),
             *(["NumPy"] if numpy_stream() != numpy else []),
         ]
-    if drew:
+    if drew and not own_passes:
         return f"the model's forward draws from {drew[0]}, which has one stream for all slots."
-    if words := next((name for name, now, then in kept if not torch.equal(now, then)), ""):
+    words = next((name for name, now, then in kept if not torch.equal(now, then)), "")
+    if words and not own_passes:
         instead = "Do that after the optimizer's step, in a class or a hook of the optimizer's."
         if words == "its batch":
             instead = "Clone it before."
@@ -97,10 +109,16 @@ def _change(member: Member, batch: Any, device: torch.device, what: str) -> str:
     if changed:
         name = changed[0].replace(f"{MODULE_NAME}.", "")  # of the study's own file
         return (
-            f"{what} or its loss changes {name}, which would change once for all slots. "
+            f"{what} or its loss changes {name}, {_WITHOUT_IT[own_passes]}. "
             "Make it a buffer of the model, or let the loss do without it."
         )
     return ""
+
+
+_WITHOUT_IT = (
+    "which would change once for all slots",
+    "which an array does not keep for each slot",
+)
 
 
 def _settings(member: Member) -> dict[str, str]:

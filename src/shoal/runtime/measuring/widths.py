@@ -38,6 +38,7 @@ from shoal.fusion.dryrun import difference
 from shoal.fusion.fused import first_line, is_out_of_memory
 from shoal.fusion.likeness import copies
 from shoal.fusion.oldnorms import old_norm
+from shoal.fusion.sideeffects import first_side_effect
 from shoal.fusion.stacked import Stacked
 from shoal.fusion.traced import TracedBackend
 from shoal.partition.compiled import compiles
@@ -128,6 +129,7 @@ class ArrayBench:
         self._crowd = Crowd(recipe, trials, self._where)
         self._declined: str | None = None  # not looked at yet
         self._differs_as_one: str | None = None  # the same
+        self._keeps: str | None = None  # the same
         self._alone: LoneTrial | None = None
         self._alone_fits = True
         self._captures_alone = False
@@ -152,6 +154,8 @@ class ArrayBench:
             self._differs_as_one = self._dry_run(width)
         if self._declined:
             return ArrayTry(declined=self._declined)
+        if kind == "branches" and (words := self._kept_in_python()):
+            return ArrayTry(declined=words, is_kind=True)
         if kind != "branches" and self._differs_as_one:
             overlaps = self._where.type != "cpu"  # where slots' own passes may do
             return ArrayTry(declined=self._differs_as_one, is_kind=overlaps, overlaps=overlaps)
@@ -194,7 +198,21 @@ class ArrayBench:
         self._crowd.grow(width)
         return self._compared(TRIED, width)
 
+    def _kept_in_python(self) -> str:
+        """What a forward keeps there; slots' own passes come from no dry run."""
+        if self._keeps is None:
+            look = partial(first_side_effect, own_passes=True)
+            try:
+                self._keeps = self._looked_at(look, 0, 1)
+            except Declined as error:
+                self._keeps = str(error)
+        return self._keeps
+
     def _compared(self, start: int, stop: int) -> str:
+        look = partial(dry_run, one_base=self._crowd.one_base)
+        return self._looked_at(look, start, stop)
+
+    def _looked_at(self, look: Callable[..., str], start: int, stop: int) -> str:
         """On the device; in host memory where it has no room, or is a CPU."""
         crowd, where = self._crowd, self._where
         members, batches = crowd.members[start:stop], crowd.alike(stop)[start:]
@@ -204,8 +222,8 @@ class ArrayBench:
             with suppress(torch.OutOfMemoryError), self.meter.counting():
                 placed = on_device(copies(members), where)
                 moved = [to_device(b, where) for b in batches]
-                return dry_run(placed, moved, device=where, one_base=crowd.one_base)
-        return dry_run(members, batches, device=HOST, one_base=crowd.one_base)
+                return look(placed, moved, device=where)
+        return look(members, batches, device=HOST)
 
     def _place_alone(self) -> None:
         """A trial alone comes to the device, if it has room."""
