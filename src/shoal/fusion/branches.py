@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from shoal.fusion.crew import Crew, Trained
+from shoal.fusion.declined import Declined
+from shoal.fusion.installed import frozen_stay
 from shoal.fusion.launcher import ByCode, Launcher, LonePass
 from shoal.fusion.loop import LoopBackend, alone, taking_part
 
@@ -47,6 +49,8 @@ class BranchesBackend(LoopBackend):
             for slot in taking_part(active):
                 try:
                     found[slot] = self._train_one(launcher, crew, slot, batches[slot])
+                except Declined:
+                    raise
                 except (Exception, SystemExit) as error:
                     failures[slot] = error
         losses = torch.full((crew.width,), math.nan, dtype=torch.float64)
@@ -63,7 +67,11 @@ class BranchesBackend(LoopBackend):
                 loss = ready.launch()
             if loss is not None:
                 return loss
-        with launcher.lane(slot, beside=False), alone(crew, slot):
+        with (
+            launcher.lane(slot, beside=False),
+            alone(crew, slot) as member,
+            frozen_stay(member.module.parameters()),
+        ):
             return passes.backward(batch)
 
     def _pass_of(self, launcher: Launcher, crew: Crew, slot: int) -> LonePass:

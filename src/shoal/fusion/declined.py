@@ -15,3 +15,9 @@ class Disagreement(Declined):
 
 class Untraceable(Declined):
     """A pass that cannot be kept as a graph; operation by operation it runs."""
+
+
+FROZEN = (
+    "parameters were frozen or unfrozen while it trained, and those of an array are trained in "
+    "all slots or in none"
+)

@@ -10,18 +10,13 @@ from torch import Tensor, nn
 
 from shoal.bound import clip_limit
 from shoal.fusion.crew import ArrayBackend, Crew
-from shoal.fusion.declined import Declined
+from shoal.fusion.declined import FROZEN, Declined
 from shoal.fusion.likeness import Snapshot
 from shoal.fusion.loop import LoopBackend, torch_streams_of
 from shoal.fusion.member import Member
 from shoal.fusion.optim import FusedSteps
 from shoal.habits import kept_in_place, trained
 from shoal.kernelstep import is_torchs
-
-FROZEN = (
-    "parameters were frozen or unfrozen while it trained, and those of an array are trained in "
-    "all slots or in none"
-)
 
 
 class Finisher:

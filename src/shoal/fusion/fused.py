@@ -248,6 +248,10 @@ class StackedBackend:
         template, level = self._current(crew), slots.level
         recipe = template.recipe
         tensors = self._within(crew, level, blocks)
+        slots.is_trained = lambda found: next(
+            (p.requires_grad for n, p in crew.stacked.parameters.items() if tensors[n] is found),
+            None,
+        )
         with (
             template.running(slots, crew.stacked, tensors) as replaced,
             SlotMode(slots, own_factories=self._known_of(crew).own_factories),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+
+from shoal.fusion.declined import FROZEN, Declined
 
 
 class Place(NamedTuple):
@@ -48,6 +50,9 @@ def installed(places: Places, tensors: Mapping[str, Tensor]) -> Iterator[dict[st
 
     The mapping is filled at the end: a forward that assigns to a buffer instead of writing
     into it leaves the new value there, by its first name.
+
+    Raises:
+        Declined: parameters that were frozen are to be trained now.
     """
     every = [*places.parameters, *places.buffers]
     before = [place.store[place.key] for place in every]
@@ -56,7 +61,8 @@ def installed(places: Places, tensors: Mapping[str, Tensor]) -> Iterator[dict[st
         for place in every:
             place.store[place.key] = tensors[place.owner]
         _refresh(places.recurrent)
-        yield replaced
+        with frozen_stay([tensors[place.owner] for place in places.parameters]):
+            yield replaced
         for place in places.buffers:
             now = place.store.get(place.key)
             if now is not tensors[place.owner] and now is not None:
@@ -65,6 +71,27 @@ def installed(places: Places, tensors: Mapping[str, Tensor]) -> Iterator[dict[st
         for place, tensor in zip(every, before, strict=True):
             place.store[place.key] = tensor
         _refresh(places.recurrent)
+
+
+@contextmanager
+def frozen_stay(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """What is frozen is so afterwards: an array has no gradients for it.
+
+    Raises:
+        Declined: code inside was to train it.
+    """
+    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+    yield
+    if freeze_again(frozen):
+        raise Declined(FROZEN)
+
+
+def freeze_again(frozen: Iterable[Tensor]) -> bool:
+    """Have these frozen; whether some were not."""
+    thawed = [parameter for parameter in frozen if parameter.requires_grad]
+    for parameter in thawed:
+        parameter.requires_grad_(False)
+    return bool(thawed)
 
 
 def _refresh(recurrent: Sequence[nn.Module]) -> None:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from shoal.fusion.crew import Crew, Evaluated, Steps, Trained
+from shoal.fusion.declined import Declined
+from shoal.fusion.installed import freeze_again, frozen_stay
 from shoal.fusion.laidup import put_back
 from shoal.fusion.member import Member, in_streams
 from shoal.recipe import autocast, compute_loss, model_inputs
@@ -37,6 +39,8 @@ class LoopBackend:
         for slot in taking_part(active):
             try:
                 losses[slot] = _train_one(crew, slot, batches[slot], scale)
+            except Declined:
+                raise
             except (Exception, SystemExit) as error:
                 failures[slot] = error
         return Trained(losses, failures)
@@ -104,12 +108,14 @@ def error_alone(crew: Crew, slot: int, batch: Any) -> BaseException | None:
     """What a slot's forward raises alone, if it does; nothing is changed by it."""
     member, rng = crew.members[slot], current_rng(crew, slot)
     before = [(buffer, buffer.clone()) for buffer in member.module.buffers()]
+    frozen = [p for p in member.module.parameters() if not p.requires_grad]
     try:
         with torch.no_grad(), alone(crew, slot):
             lone_pass(member, batch, crew.device)
     except (Exception, SystemExit) as error:
         return error
     finally:
+        freeze_again(frozen)
         for buffer, value in before:
             buffer.copy_(value)
         member.rng = rng
@@ -119,7 +125,8 @@ def error_alone(crew: Crew, slot: int, batch: Any) -> BaseException | None:
 
 def _train_one(crew: Crew, slot: int, batch: Any, scale: float) -> float:
     with alone(crew, slot) as member:
-        _, loss = lone_pass(member, batch, crew.device)
+        with frozen_stay(member.module.parameters()):
+            _, loss = lone_pass(member, batch, crew.device)
         (loss * scale if scale != 1 else loss).backward()
     return float(loss.detach())
 

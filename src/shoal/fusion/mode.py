@@ -65,6 +65,9 @@ NORMS = frozenset((torch.layer_norm, torch.group_norm, torch.rms_norm))
 MIXED = frozenset((torch.layer_norm, torch.group_norm))
 """Their kernels on a CPU take half precision and weights of float32, and give half precision."""
 
+FREEZING = frozenset((Tensor.requires_grad_, Tensor.requires_grad.__set__))  # type: ignore[attr-defined]
+"""Has a parameter trained from now on, or not."""
+
 HALF = (torch.bfloat16, torch.float16)
 
 UNTOUCHED = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
@@ -107,6 +110,8 @@ class SlotMode(TorchFunctionMode):
                 return result
         if func in READING:
             return self._slots.each(func, args, kwargs)
+        if func in FREEZING:
+            self._slots.require_as_trained(*args, **kwargs)
         if func in DRAWING:
             return self._draw(func, args, kwargs)
         twin = TWINS.get(func)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from shoal.fusion.declined import Disagreement
+from shoal.fusion.declined import FROZEN, Declined, Disagreement
 from shoal.fusion.layout import as_alone
 from shoal.fusion.level import Level, plainly
 from shoal.fusion.outside import AtOnce, Outside
@@ -30,7 +30,8 @@ NUMBERS = (bool, int, float, complex, str)
 class Slots:
     """One pass of a model's code for all slots; ``active`` are those whose results count.
 
-    ``outside`` draws and checks for it; at once, if nothing else is said.
+    ``outside`` draws and checks for it; at once, if nothing else is said. ``is_trained`` tells of
+    a parameter as the code finds it, which does not say so itself; None of other tensors.
     Shapes in the rules: N slots, B rows of a batch, C channels, T time, H heads or hidden.
     """
 
@@ -43,7 +44,17 @@ class Slots:
     ) -> None:
         self.level, self.streams, self.width = level, streams, level.width
         self.outside: Outside = outside or AtOnce(streams)
+        self.is_trained: Callable[[Tensor], bool | None] = lambda tensor: None
         self._active = active
+
+    def require_as_trained(self, tensor: Tensor, requires_grad: bool = True) -> None:
+        """Code may say of a parameter that it is trained, or frozen, if it is.
+
+        Raises:
+            Declined: it is not.
+        """
+        if self.is_trained(tensor) not in (None, requires_grad):
+            raise Declined(FROZEN)
 
     def has_values(self, *values: object) -> bool:
         """Whether one of ``values`` is a tensor with a value per slot."""

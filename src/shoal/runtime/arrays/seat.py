@@ -36,8 +36,7 @@ from shoal.device import Device
 from shoal.fusion import Array, Member
 from shoal.fusion.batches import layout_of
 from shoal.fusion.crew import ArrayBackend
-from shoal.fusion.declined import Declined
-from shoal.fusion.finish import FROZEN
+from shoal.fusion.declined import FROZEN, Declined
 from shoal.fusion.stacked import Stacked, is_of_base
 from shoal.habits import trained
 from shoal.memory.ledger import Ledger
