@@ -30,7 +30,7 @@ from shoal.core.units import Bytes, Seconds
 from shoal.data.sources import batch_bytes
 from shoal.device import Device
 from shoal.fusion import Array, Declined, Member, backend_of, dry_run
-from shoal.fusion.beside import first_change
+from shoal.fusion.beside import first_change, first_hold
 from shoal.fusion.branches import BranchesBackend
 from shoal.fusion.compiled import compiler
 from shoal.fusion.crew import ArrayBackend
@@ -178,7 +178,7 @@ class ArrayBench:
         self._alone_fits = order.alone_fits
         batch = crowd.first_batches(1)[0]  # few rows of it where the CPU would be slow
         seen = batch if self._where.type == "cpu" else first_rows(batch, FEW_ROWS)
-        declined = declined or first_change(crowd.members[0], seen)
+        declined = declined or first_hold(crowd.members[0]) or first_change(crowd.members[0], seen)
         if not declined:
             try:
                 self._place_alone()
