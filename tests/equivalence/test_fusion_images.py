@@ -261,6 +261,22 @@ def test_code_that_counts_on_it_all_the_same_is_declined(counting):
     assert "one step as an array is not the step alone" in words
 
 
+def channels_last(drop):
+    body = [nn.Conv2d(6, 4, 3), nn.ReLU(), nn.Dropout(drop), nn.Flatten(), nn.Linear(36, 3)]
+    return nn.Sequential(*body).to(memory_format=torch.channels_last)
+
+
+def test_masks_drawn_in_the_order_of_channels_last_are_told_of():
+    """Without dropout such images train as others do."""
+    found = {}
+    for drop in (0.0, 0.5):
+        recipe, hps = members_of(lambda s, drop=drop: channels_last(drop), IMAGE, torch.float32)
+        made = fusing.trials(recipe, hps)
+        found[drop] = dry_run([t.member for t in made], [recipe.data(hp)[0][0] for hp in hps])
+    assert found[0.0] == ""
+    assert "alone dropout draws its masks in that order, which an array does not" in found[0.5]
+
+
 def written_flat(y):
     y.flatten(1)[:, ::2].mul_(3)  # alone it is a view
     return y

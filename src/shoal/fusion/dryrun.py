@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 
 from shoal.fusion.admission import shared_signature
@@ -28,7 +29,7 @@ from shoal.fusion.member import Member, in_streams
 from shoal.fusion.owndryrun import own_dry_run
 from shoal.fusion.perslot import IN_TORCH, standing_for
 from shoal.fusion.sideeffects import first_side_effect
-from shoal.recipe import tensors_of, to_device
+from shoal.recipe import model_inputs, tensors_of, to_device
 from shoal.rng import same_rng
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 1e-1}
@@ -86,6 +87,7 @@ def dry_run(
         try:
             found = _passed(*exact, where, backend, one_base)
             words = _unlike_alone(found, *exact, where)
+            words += _of_masks(exact[0][0], exact[1][0]) if words else ""
             evaluated = found.evaluated()
             losses = _losses(len(members), found, evaluated)
             if evaluated is not None:
@@ -186,6 +188,28 @@ def _unlike_alone(
         if words:
             return f"one step as an array is not the step alone: {words}."
     return ""
+
+
+def _of_masks(member: Member, batch: Any) -> str:
+    """That masks may be what differs, of images whose channels lie together; empty if none do.
+
+    Alone dropout draws in the order of memory, and how a convolution's result would lie there
+    nobody knows in an array, which lays images for its kernels (``layout.py``).
+    """
+    drops = any(isinstance(part, _DropoutNd) and part.p for part in member.module.modules())
+    seen = [*member.module.parameters(), *tensors_of(model_inputs(member.recipe, batch))]
+    if not drops or not any(map(_has_channels_last, seen)):
+        return ""
+    return (
+        " Its images or weights lie channels last (torch.channels_last): alone dropout draws its "
+        "masks in that order, which an array does not know of. Without that memory format, or "
+        "without dropout before the images are flat, the trials may train as one."
+    )
+
+
+def _has_channels_last(tensor: Tensor) -> bool:
+    last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+    return last and not tensor.is_contiguous()
 
 
 def _evaluated_otherwise(
