@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 
 import shoal
 from shoal.core.arraykeys import has_one_base
-from shoal.core.event import PeakMeasured, StepFinished
+from shoal.core.event import PeakMeasured, StepFinished, TrialReplanned
 from shoal.observe import read_outline
 from shoal.observe.snapshot import Snapshot
 
@@ -96,6 +96,27 @@ def test_each_trial_is_its_slot_alone(changes, way, name, run_study):
     assert_in_shards(report)
     assert_slots(report, of, epochs=2)
     assert all(e.peak_bytes <= e.predicted_bytes for e in heard.of(PeakMeasured))
+
+
+STAYS = {
+    "weights": shoal.Spilled(shards=3, optimizer="device", keep=(), keep_weights=(2,)),
+    "shard": shoal.Spilled(shards=3, optimizer="host", keep=(2,)),
+}
+
+
+@pytest.mark.parametrize("fuse", [False, "3-eager"])
+@pytest.mark.parametrize("way", STAYS)
+def test_a_shard_may_stay_that_borrows_what_nobody_steps(way, fuse, run_study, assert_alone):
+    """The copy that stays is never an old one."""
+    of, options = recipe(model=Tied), {"technique": STAYS[way], "poison": True}
+    report = run_study(of, SPACE, epochs=2, fuse=fuse, **options)
+    for event in read_outline(report.directory):
+        assert not isinstance(event, TrialReplanned)
+    if fuse:
+        assert_in_shards(report)
+        assert_slots(report, of, epochs=2)
+    else:
+        assert_alone(report, report.trials, of, epochs=2)
 
 
 def deep(hp):

@@ -17,7 +17,7 @@ from shoal.core.technique import (
     travels_narrow,
 )
 from shoal.core.units import Bytes, counted, format_bytes, format_enough
-from shoal.memory.layout import head_sizes, lenders, state_of
+from shoal.memory.layout import TrialLayout, head_sizes, lenders, state_of
 from shoal.planner.away import FROZEN
 from shoal.planner.choose import may_go_by_shard
 from shoal.planner.need import Need, Request, goes_by_batch
@@ -183,12 +183,22 @@ def refuse_borrowers(trial: TrialSpec, exact: Measured, technique: Spilled) -> N
     for shard in (*kept_shards(technique), *kept_weights(technique)):
         spec = exact.measure.shards[shard]
         borrowed = spec.parameter_bytes - spec.owned_bytes
-        if borrowed:
+        if borrowed and steps_borrowed(exact.layout, shard):
             raise PlanError(
                 f"trial {trial.number} was asked to keep shard {shard} of {technique.shards} on "
                 f"the device, but it borrows {format_bytes(borrowed)} of tied parameters from "
                 "another shard, whose step would leave it an old copy. Leave it out of keep=."
             )
+
+
+def steps_borrowed(layout: TrialLayout | None, shard: int) -> bool:
+    """Whether what a shard borrows is trained, or may come to be."""
+    if layout is None:
+        return True
+    return any(
+        entry.spec.name in {field.spec.name for field in layout.shards[owner].grad.fields}
+        for owner, entry in layout.shards[shard].borrowed
+    )
 
 
 def refuse_head(trial: TrialSpec, exact: Measured, technique: Spilled) -> None:
