@@ -132,7 +132,7 @@ class _Learner:
         is_own = recipe.step is not None
         self._own = OwnStep(recipe, model, self.optimizer, hp, self.modes) if is_own else None
         self.attributes = Attributes(model, self.optimizer, self.schedule)
-        ambient.built()
+        ambient.built(self.attributes.fixed())
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:

@@ -103,3 +103,10 @@ def test_a_model_that_is_no_trials_own_keeps_nobody_apart(run_study):
     report = run_study(of, shoal.grid(lr=[0.1, 0.03]), epochs=2, fuse=2)
     assert squads.widths(report) == [2] * 2
     squads.assert_verified(report, of)
+
+
+def test_verifying_leaves_a_model_that_a_global_holds_as_it_was_trained(run_study):
+    """What is put back between trials is globals, and not what is in the model."""
+    of = recipe(loss=near_its_start)
+    report = run_study(of, shoal.grid(lr=[0.1, 0.03]), epochs=2)
+    squads.assert_verified(report, of)

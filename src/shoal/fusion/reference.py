@@ -108,7 +108,7 @@ class _Loop:
             modes=modes,
         )
         self._attributes = Attributes(model, optimizer, member.schedule)
-        ambient.built()
+        ambient.built(self._attributes.fixed())
         require_evaluation(recipe, model, self._valid)
         restore_rng(before_data, device)
         first = next(iter(read_data(recipe, hp)[0]), None)

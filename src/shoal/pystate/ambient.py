@@ -215,10 +215,10 @@ def _is_hollow(note: Note) -> bool:
     return note.kind in ("items", "dict", "parts") and any(map(_is_hollow, inside))
 
 
-def built() -> None:
-    """All of a trial has been built, and nothing has run."""
+def built(fixed: Mapping[int, str] | None = None) -> None:
+    """All of a trial has been built, and nothing has run; ``fixed`` as of ``Ambient``."""
     for ambient in _active:
-        ambient.settle()
+        ambient.settle(fixed)
 
 
 def _look(owner: Mapping[str, Any], look: Look) -> dict[str, Note]:
