@@ -10,8 +10,13 @@ from shoal.core.errors import TrialError
 from shoal.memory.layout import TrialLayout
 
 
-def require_places(params: Mapping[str, nn.Parameter], layout: TrialLayout) -> None:
+def require_places(
+    params: Mapping[str, nn.Parameter], layout: TrialLayout, *, varies: bool
+) -> None:
     """The model is of the shapes that its state has: other hyperparameters give others.
+
+    ``varies``: some change on the way, in a population. Else what is trained now follows from
+    what the model or its data did.
 
     Raises:
         TrialError: it is not, or what was frozen is trained now.
@@ -26,6 +31,8 @@ def require_places(params: Mapping[str, nn.Parameter], layout: TrialLayout) -> N
                 f"now, and {shape} in its state. {vary.format(what='what changes shapes')}"
             )
         if trained and params[name].requires_grad and name not in trained:
+            if not varies:
+                raise TrialError(unfrozen(name, "its gradient"))
             raise TrialError(
                 f"{name!r} is trained with the hyperparameters that this trial has now, and was "
                 f"frozen before. {vary.format(what='what freezes parameters')}"
