@@ -233,6 +233,18 @@ def test_libraries_keep_their_workspaces_for_good():
     assert found == held_by_libraries(device, lambda: torch.cuda.memory_allocated(device))
 
 
+def test_studies_of_one_process_find_a_gpu_as_the_first_did():
+    """Each has a stream of its own, and libraries keep a workspace of each."""
+    spec, found = DeviceSpec(name="cuda:0", kind="cuda", memory=Bytes(64 * MIB)), []
+    for _ in range(3):
+        device = open_device(spec)
+        with device.active():
+            found.append(held_by_libraries(device.torch_device, torch.cuda.memory_allocated))
+        device.close()
+
+    assert found[2] == found[1] <= found[0]
+
+
 @pytest.mark.skipif("SHOAL_CUDA_STANDIN" in os.environ, reason="copies do not overlap there")
 def test_activations_pass_weights_that_are_on_their_way_up():
     device = open_device(DeviceSpec(name="cuda:0", kind="cuda", memory=Bytes(2**31)))

@@ -752,16 +752,25 @@ void check_wait() {
 }
 
 // A library of products keeps a workspace of each thread and stream.
+std::mutex workspace_mutex;
+std::map<std::tuple<int, int, int64_t>, c10::DataPtr>& workspaces() {
+  static auto* found = new std::map<std::tuple<int, int, int64_t>, c10::DataPtr>();
+  return *found;
+}
+
 void take_workspace(Device device) {
   static std::atomic<int> threads{0};
   thread_local int thread = threads++;
-  static std::mutex mutex;
-  static auto* kept = new std::map<std::tuple<int, int, int64_t>, c10::DataPtr>();
-  std::lock_guard<std::mutex> lock(mutex);
+  std::lock_guard<std::mutex> lock(workspace_mutex);
   const auto key = std::make_tuple(int(device.index()), thread, current_stream_id(device.index()));
-  if (kept->count(key)) return;
+  if (workspaces().count(key)) return;
   c10::DeviceGuard guard(device);
-  kept->emplace(key, device_allocator().allocate(kWorkspace));
+  workspaces().emplace(key, device_allocator().allocate(kWorkspace));
+}
+
+void clear_workspaces() {
+  std::lock_guard<std::mutex> lock(workspace_mutex);
+  workspaces().clear();
 }
 
 std::string name_of(const Device& device) { return device.str(); }
@@ -1210,6 +1219,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("memory_stats", &memory_stats);
   m.def("reset_peaks", &reset_peaks);
   m.def("empty_cache", &empty_cache);
+  m.def("clear_workspaces", &clear_workspaces);
   m.def("set_fraction", [](double fraction, int index) {
     check_device(DeviceIndex(index));
     std::lock_guard<std::mutex> lock(memory_mutex);

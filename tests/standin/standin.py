@@ -277,7 +277,7 @@ def _bind(torch, native) -> None:
         "_cuda_isCurrentStreamCapturing": lambda: False,
         "_cuda_set_sync_debug_mode": native.set_sync_debug_mode,
         "_cuda_get_sync_debug_mode": native.get_sync_debug_mode,
-        "_cuda_clearCublasWorkspaces": lambda: None,
+        "_cuda_clearCublasWorkspaces": native.clear_workspaces,
         "_cuda_lock_mutex": lock.acquire,
         "_cuda_unlock_mutex": lock.release,
         "_cuda_hostMemoryStats": dict,

@@ -158,7 +158,11 @@ class CudaDevice:
             torch.cuda.set_per_process_memory_fraction(share, self.torch_device)
 
     def close(self) -> None:
-        """Give back what torch has cached; the next study may have another share."""
+        """Give back what torch has cached; the next study may have another share.
+
+        And what libraries keep for the compute stream: the next study has another one.
+        """
+        torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
         if self.spec.share_bytes:
             torch.cuda.set_per_process_memory_fraction(self._fraction, self.torch_device)
