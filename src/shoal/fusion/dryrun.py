@@ -52,7 +52,7 @@ class _Pass(NamedTuple):
             return self.array.backend.evaluate(
                 self.array.crew, self.batches, [True] * self.array.width
             )
-        except Declined:
+        except (Declined, torch.OutOfMemoryError):
             raise
         except (Exception, SystemExit):
             return None
@@ -72,6 +72,9 @@ def dry_run(
 
     The trials are not touched. ``batches``: one for each. ``backend`` runs their passes;
     ``one_base`` as of ``Array``.
+
+    Raises:
+        torch.OutOfMemoryError: the device has no room for this.
     """
     where = torch.device(device)
     moved = [to_device(batch, where) for batch in batches]
@@ -112,6 +115,8 @@ def _in_float64(
         trial.module.double()
         with in_streams(trial, device), _Watch() as watch:
             lone_pass(trial, wide[0], device)
+    except torch.OutOfMemoryError:
+        raise
     except Exception:
         return None
     if watch.has_seen_narrow:
@@ -223,6 +228,8 @@ def _evaluated_otherwise(
         try:
             with torch.no_grad(), in_streams(member, device):
                 output, loss = lone_pass(member, found.batches[slot], device)
+        except torch.OutOfMemoryError:
+            raise
         except (Exception, SystemExit):  # its own code raises
             continue
         pairs = [(loss, evaluated.losses[slot]), *_pairs(output, evaluated.outputs[slot])]

@@ -31,6 +31,7 @@ def own_dry_run(members: Sequence[Member], batches: Sequence[Any], device: torch
 
     Raises:
         Declined: they cannot be compared, or cannot run as one.
+        torch.OutOfMemoryError: the device has no room for this.
     """
     alone, together, later = _wide(members), _wide(members), _wide(members[:1])[0]
     wide = [as_double(batch) for batch in batches]
@@ -90,6 +91,8 @@ def _step_alone(member: Member, batch: Any, device: torch.device) -> Losses | Ex
         kept = global_settings(member.recipe, member.module)
         try:
             found = own(batch, member.step)
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:
             return error
         after = global_settings(member.recipe, member.module)

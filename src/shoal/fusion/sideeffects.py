@@ -40,10 +40,13 @@ def first_side_effect(
 
     Raises:
         Declined: there is none such.
+        torch.OutOfMemoryError: the device has no room for this.
     """
     for member, batch in zip(copies(members), batches, strict=True):
         try:
             words = _side_effect(member, batch, device, own_passes)
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:
             failure = error
             continue
@@ -73,6 +76,8 @@ def _change_when_evaluating(
     try:
         with torch.no_grad():
             return _change(member, batch, device, "a forward in evaluation mode", own_passes)
+    except torch.OutOfMemoryError:
+        raise
     except Exception:  # a model that has no loss then is not evaluated
         return ""
 
@@ -178,6 +183,8 @@ def _laid_up_differently(
     for member, batch in zip(copies(members), batches, strict=True):
         try:
             found.append(_laid_up(member, batch, device))
+        except torch.OutOfMemoryError:
+            raise
         except Exception:  # its own, alone too
             continue
         if len(found) == 2:

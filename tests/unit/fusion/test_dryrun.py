@@ -1,0 +1,62 @@
+"""A device that has no room for a dry run is no reason against an array."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from shoal.core.spec import HyperParameters
+from shoal.fusion import Member, dry_run
+from shoal.ownstep import Modes
+from shoal.partition.track import AllocationTracker
+from shoal.recipe import Recipe
+from shoal.rng import capture_rng
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+LIMITS = 16
+
+
+def loss(output, batch):
+    return (output - batch[:, :4]).square().mean()
+
+
+def step(model, batch, optimizer, hp):
+    optimizer.zero_grad()
+    found = loss(model(batch), batch)
+    found.backward()
+    optimizer.step()
+    return found
+
+
+def members(recipe):
+    torch.manual_seed(0)
+    made = []
+    for rate in (0.1, 0.2, 0.3):
+        module = nn.Sequential(nn.Linear(8, 16), nn.Dropout(rate), nn.Tanh(), nn.Linear(16, 4))
+        made.append(
+            Member(
+                recipe=recipe,
+                hp=HyperParameters({"rate": rate}),
+                module=module,
+                optimizer=torch.optim.SGD(module.parameters(), 0.1),
+                schedule=None,
+                rng=capture_rng(torch.device("cpu")),
+                modes=Modes(recipe, module),
+            )
+        )
+    return made
+
+
+@pytest.mark.parametrize("own", [None, step])
+def test_a_dry_run_without_room_ends_in_that(own):
+    how = {"step": own} if own else {"loss": loss}
+    recipe = Recipe(model=lambda hp: None, data=lambda hp: ([], None), **how)
+    made, batches = members(recipe), list(torch.randn(3, 64, 8))
+    with AllocationTracker("cpu") as tracker:
+        assert dry_run(made, batches) == ""
+
+    for part in range(LIMITS):
+        limit = tracker.peak_bytes * part // LIMITS
+        with pytest.raises(torch.OutOfMemoryError), AllocationTracker("cpu", limit=limit):
+            dry_run(made, batches)
