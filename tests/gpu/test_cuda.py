@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -89,6 +90,30 @@ def test_a_trial_on_a_gpu_ends_on_the_bits_of_the_plain_loop(
     for trial in report.trials:
         skip_unless_repeatable(recipe, trial, **loop)
     assert_alone(report, report.trials, recipe, **loop)
+
+
+def pulled(named, hp):
+    """Each step pulls to an average that only a hook has, of weights as they were at first."""
+    weights = [weight for _, weight in named]
+    optimizer = torch.optim.AdamW(weights, lr=hp["lr"])
+    averages = [weight.detach().clone() for weight in weights]
+
+    @torch.no_grad()
+    def pull(*_):
+        for average, weight in zip(averages, weights, strict=True):
+            weight.lerp_(average.lerp_(weight, 0.1), 0.2)
+
+    optimizer.register_step_post_hook(pull)
+    return optimizer
+
+
+def test_what_an_optimizer_keeps_of_the_weights_is_where_they_step(run_on_gpu, assert_alone):
+    recipe = replace(zoo.recipe(), optimizer=pulled)
+    space = shoal.grid(model=["mlp"], optimizer=["adamw"], lr=[1e-3, 1e-2])
+
+    report = run_on_gpu(recipe, space, "resident")
+
+    assert_alone(report, report.trials, recipe, steps=STEPS, device="cuda")
 
 
 @pytest.mark.parametrize("place", ["device", "host"])

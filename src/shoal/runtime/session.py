@@ -48,6 +48,7 @@ from shoal.runtime.binding import Binding
 from shoal.runtime.capture.captured import CapturedUnits
 from shoal.runtime.capture.captures import Captures
 from shoal.runtime.layouts import sum_whole
+from shoal.runtime.making import weights_where_they_step
 from shoal.runtime.measuring.chains import Chains, chain_of
 from shoal.runtime.messages import Progress, Settings
 from shoal.runtime.saving.extrastate import extra_state, give_extra_state
@@ -91,8 +92,9 @@ class Session:
         self.before_data = before_data = capture_rng(device)
         self.train, self.valid = read_data(recipe, self.hp)
         require_evaluation(recipe, self.model, self.valid)
-        self.optimizer = build_optimizer_of(recipe, self.model, self.hp)
-        self.schedule = schedules.build_schedule(recipe, self.optimizer, self.hp, self.train)
+        with weights_where_they_step(job, device, self.model):
+            self.optimizer = build_optimizer_of(recipe, self.model, self.hp)
+            self.schedule = schedules.build_schedule(recipe, self.optimizer, self.hp, self.train)
         self.python = PythonState(self.model, self.optimizer, self.schedule)
         self.habits, self.trains = habits_of(self.schedule), trained(self.model)
         self.rng = capture_rng(device)
