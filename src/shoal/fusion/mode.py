@@ -136,9 +136,28 @@ class SlotMode(TorchFunctionMode):
         try:
             return func(*args, **kwargs)
         except (RuntimeError, ValueError, NotImplementedError) as error:
+            if "on the same device" in str(error) and (moved := self._beside(args, kwargs)):
+                return self._batched(func, *moved)
             if not _is_about_batching(error):
                 raise
             return self._slots.each(func, args, kwargs)
+
+    def _beside(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """The arguments with each slot's number where the other tensors are; None: there is none.
+
+        Alone ``torch.tensor(rate)`` is one number on the CPU, which goes with tensors of any
+        device. With a value per slot it is a vector to torch, which does not.
+        """
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        where = next((t.device for t in tensors if t.device.type != "cpu"), None)
+        lone = [t for t in tensors if t.device.type == "cpu" and t.dim() == 0]
+        numbers = {id(t) for t in lone if self._slots.has_values(t)}
+        if where is None or not numbers:
+            return None
+        moved = [leaf.to(where) if id(leaf) in numbers else leaf for leaf in leaves]
+        found: tuple[Any, Any] = pytree.tree_unflatten(moved, tree)
+        return found
 
     def _draw(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if kwargs.get("generator") is not None:
