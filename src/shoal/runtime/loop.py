@@ -103,7 +103,6 @@ class DeviceLoop:
         )
         self._settings, self._orders, self._measurer = settings, orders, measurer
         measurer.note = self._word.note
-        self._lobby = Lobby()
         self._parking = Parking(self._saver, self._reports, pin=device.spec.kind == "cuda")
         self._ledger = Ledger(device.spec.name, device.spec.memory)
         if device.spec.library_bytes:  # where that is all there is, the plan is refused
@@ -114,7 +113,7 @@ class DeviceLoop:
         self._ahead = RunAhead(device)
         self._turn = Candidate(-1, 0, 0.0, False)  # of the array or stage that computes
         self._unit_bytes = self._units_done = 0
-        self._running = True
+        self._lobby, self._running = Lobby(), True
         house = House(
             recipe=recipe,
             device=device,
@@ -137,6 +136,8 @@ class DeviceLoop:
             while self._running:
                 seen = self._device.version
                 self._count_work()
+                if self._parking.let_go():
+                    self._admit_pending()
                 self._take_orders(block=not (self._stays or self._desk))
                 for trial in list(self._stays):
                     self._guard(trial, self._prepare)
@@ -336,7 +337,6 @@ class DeviceLoop:
             self._saver.forget(trial)  # the region is what it may still be writing
             (session := stay.seat.session).close()
             self._parking.refuse(trial, session.told(error))
-            self._admit_pending()
 
     def _count_work(self, waited: int = 0) -> None:
         """Grows with every unit, copy and host step, and while disk or devices are waited for."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 from shoal.memory.store import Regions
 from shoal.runtime.messages import Saved
 from shoal.runtime.reports import Reports
@@ -24,6 +26,7 @@ class Parking:
         self.regions = Regions(pin=pin)
         self._saver, self._reports = saver, reports
         self._sessions: dict[int, Session] = {}
+        self._has_refused = False
 
     def put(self, session: Session) -> None:
         """It left its device; all of it is in its region."""
@@ -54,6 +57,17 @@ class Parking:
         """An order about a trial could not be done, or its own code raised."""
         self.forget(trial)
         self._reports.refuse(trial, error)
+        self._has_refused = True
+
+    def let_go(self) -> bool:
+        """Free what errors of trials held, once they are gone; whether there was any.
+
+        Frames of a pass that refer to each other keep its tensors until somebody looks.
+        """
+        has_refused, self._has_refused = self._has_refused, False
+        if has_refused:
+            gc.collect()
+        return has_refused
 
     def forget(self, trial: int) -> None:
         """The trial goes on elsewhere, or nowhere; it is not on the device any more."""
