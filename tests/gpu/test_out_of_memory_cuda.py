@@ -14,9 +14,12 @@ from torch import nn
 
 import shoal
 from shoal.core.event import TrialReplanned, TrialRestarted
+from shoal.core.spec import TrialSpec
 from shoal.core.units import Bytes
 from shoal.device import open_device
 from shoal.device.allocator import held_by_libraries
+from shoal.runtime.measuring.measure import Measurer
+from shoal.runtime.messages import Measure, Refused
 from shoal.testing import assert_same, plain_loop
 from shoal.verify import read_losses
 
@@ -88,6 +91,20 @@ def test_what_a_failed_pass_held_is_free_when_its_trial_begins_again(tmp_path):
     run(recipe, space, LARGE + LARGE // 2, tmp_path, heard)
     assert [event.step for event in heard.of(TrialRestarted)] == [0]
     assert not heard.of(TrialReplanned)
+
+
+def test_what_was_there_when_measuring_failed_is_free(tmp_path):
+    flag = tmp_path / "flag"
+    recipe = shoal.Recipe(model=failing, data=lambda hp: (marked(hp)[0][2:], None), loss=loss)
+    device = open_device(hardware_of(2 * LARGE).devices[0])
+    with device.active():
+        before = held_by_libraries(device.torch_device, torch.cuda.memory_allocated)
+        trial = TrialSpec(number=0, hp={"lr": 1e-3, "flag": str(flag)}, seed=0)
+        order = Measure(trial, cut=False)
+        assert isinstance(Measurer(recipe, device).answer(order), Refused)
+        assert flag.exists()
+        assert torch.cuda.memory_allocated() - before < LARGE
+    device.close()
 
 
 @pytest.mark.skipif("SHOAL_CUDA_STANDIN" not in os.environ, reason="torch takes 2 MiB at a time")

@@ -273,22 +273,12 @@ class Shutdown:
     """No more orders: end."""
 
 
-Order = (
-    Configure
-    | Describe
-    | Measure
-    | MeasureShards
-    | MeasureReplica
-    | MeasureArray
-    | MeasureArrayShards
-    | TimeArray
-    | Grant
-    | Extend
-    | Park
-    | Save
-    | Stop
-    | Shutdown
+OfOneTrial = (
+    Measure | MeasureShards | MeasureReplica | MeasureArray | MeasureArrayShards | TimeArray
 )
+"""Orders that train nothing, about one trial."""
+
+Order = Configure | Describe | OfOneTrial | Grant | Extend | Park | Save | Stop | Shutdown
 
 # Replies
 

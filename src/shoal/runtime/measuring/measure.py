@@ -6,6 +6,7 @@ nothing behind. A model that is measured again (with finer cuts) is not built ag
 
 from __future__ import annotations
 
+import gc
 import itertools
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -93,7 +94,6 @@ from shoal.runtime.measuring.widths import ArrayBench
 from shoal.runtime.messages import (
     ArrayTry,
     Describe,
-    Measure,
     MeasureArray,
     MeasureArrayShards,
     Measured,
@@ -101,6 +101,7 @@ from shoal.runtime.messages import (
     MeasuredArrayShards,
     MeasureReplica,
     MeasureShards,
+    OfOneTrial,
     Order,
     Refused,
     Reply,
@@ -161,17 +162,15 @@ class Measurer:
 
     def answer(self, order: Order) -> Reply:
         """The reply to one order; what a trial's own code raises is part of it."""
+        reply = self._answer(order)
+        if isinstance(reply, Refused):
+            gc.collect()  # frames that refer to each other would hold what is on the device
+        return reply
+
+    def _answer(self, order: Order) -> Reply:
         if isinstance(order, Describe):
             return describe_trials(self._given, order, self.note)
-        assert isinstance(
-            order,
-            Measure
-            | MeasureShards
-            | MeasureReplica
-            | MeasureArray
-            | MeasureArrayShards
-            | TimeArray,
-        )
+        assert isinstance(order, OfOneTrial)
         trial = order.trial
         self.note(trial.number)
         try:
