@@ -27,6 +27,7 @@ from shoal.partition.track import AllocationTracker
 from shoal.runtime.capture.captured import PROOFS
 from shoal.runtime.capture.captures import Captures
 from shoal.runtime.measuring.meter import free_bytes, reserved_bytes
+from shoal.runtime.pool import WorkerPool
 from shoal.runtime.units import Micro, ResidentUnits
 from shoal.testing import compare, plain_loop
 
@@ -268,6 +269,45 @@ def test_studies_of_one_process_find_a_gpu_as_the_first_did():
         device.close()
 
     assert found[2] == found[1] <= found[0]
+
+
+KEEPS_AN_ERROR = """
+import torch
+
+try:
+    import no_such_module
+except ImportError as error:
+    missing = error
+
+
+def model(hp):
+    return torch.nn.Linear(4, hp["width"])
+
+
+def data(hp):
+    return [(torch.ones(2, 4),)] * 2, None
+
+
+def loss(output, batch):
+    return output.square().mean()
+"""
+
+
+def test_of_a_study_that_was_only_planned_nothing_is_left_for_the_next_one(tmp_path, monkeypatch):
+    (tmp_path / "keepsanerror.py").write_text(KEEPS_AN_ERROR)
+    monkeypatch.syspath_prepend(tmp_path)
+    import keepsanerror as mine
+
+    recipe = shoal.Recipe(model=mine.model, data=mine.data, loss=mine.loss)
+    found = []
+    with WorkerPool() as pool:
+        for width in (MIB, MIB, 8):
+            space = shoal.grid(width=[width], lr=[1e-3])
+            study = shoal.Study("it", recipe, space=space, steps=2, directory=tmp_path)
+            hardware = shoal.Hardware.parse("cuda:0", "1GiB", threads=1)
+            plan = study.plan(hardware=hardware, workers=pool)
+            found.append(plan.devices[0].library_bytes)
+    assert max(found) < found[0] + MIB
 
 
 @pytest.mark.skipif("SHOAL_CUDA_STANDIN" in os.environ, reason="copies do not overlap there")

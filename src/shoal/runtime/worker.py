@@ -157,6 +157,8 @@ def _run(
     ambient.leave()
     if isinstance(device, CudaDevice):
         device.close()  # the next study looks at what is free
+    # An error that the recipe's modules kept when they were imported keeps this frame for good.
+    del loop, device, reader
 
 
 def _opened(device: Device) -> Opened:
