@@ -1049,7 +1049,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("_thnn_fused_gru_cell", TORCH_FN(gru_cell));
   m.impl("_thnn_fused_gru_cell_backward", TORCH_FN(gru_cell_backward));
   // Composed of others on each device, by ways of its own: here as on the CPU.
-  for (const char* name : {"convolution", "convolution_backward"})
+  for (const char* name : {"convolution", "convolution_backward", "mse_loss", "smooth_l1_loss"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&on_cpu>());
 }
 

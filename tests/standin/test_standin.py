@@ -293,6 +293,18 @@ b.backward()
 del a, b
 torch.ones(8, device="cuda")
 """,
+    "losses": """
+for loss in (F.mse_loss, F.smooth_l1_loss, F.l1_loss, F.huber_loss):
+    for reduction in ("mean", "sum", "none"):
+        host = [torch.rand(4, 3) for _ in range(2)]
+        found = []
+        for device in ("cpu", "cuda"):
+            x, y = (one.detach().to(device).requires_grad_() for one in host)
+            made = loss(x, y, reduction=reduction)
+            made.sum().backward()
+            found.append([made.detach().cpu(), x.grad.cpu(), y.grad.cpu()])
+        assert all(map(torch.equal, *found)), (loss, reduction)
+""",
     "files": """
 import io
 held = io.BytesIO()
