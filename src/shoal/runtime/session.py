@@ -341,8 +341,7 @@ class Session:
         """
         self.step = progress.step
         self.tally = Tally() if warm else Tally.unpack(progress.tally)
-        varies = bool(self.settings.varied)
-        require_places(self.binding.params, self.layout, varies=varies)
+        require_places(self.binding.params, self.layout, varies=bool(self.settings.varied))
         give_extra_state(self.model, progress.extra)
         if warm:  # what the other one kept holds, as in the plain loop
             schedules.catch_up(self.schedule, progress.step)
