@@ -434,3 +434,16 @@ def test_trials_are_compared_on_the_first_batches_of_one_length():
     for batch, groups in zip(found, here._crowd.groups, strict=True):
         mine = [b for (b,) in groups if {len(b[1])} == lengths]
         assert not mine or batch is mine[0]
+
+
+def test_in_shards_the_longest_of_several_steps_batches_is_measured():
+    """Not the first one's length, and as many bytes as all slots' batches of it are."""
+    here, trials = uneven(own=True)
+    order = MeasureArrayShards(trials, WIDTH, CUTS, NUM_LAYERS, varies=True)
+    found = here.shards(order)
+    assert not found.declined, found.declined
+    most = max(len(b[1]) for groups in here._crowd.groups for (b,) in groups)
+    assert found.batch_bytes == WIDTH * most * (24 * 4 + 8)
+    assert found.batch_bytes > sum(b[0].nbytes + b[1].nbytes for b in here._crowd.first_batches(4))
+    assert found.passes > 1.5
+    assert found.lengths == "[3 to 8, 24], [3 to 8]"
