@@ -6,12 +6,11 @@ graph holds the numbers that it read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from types import FunctionType
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
@@ -23,10 +22,11 @@ from shoal.fusion.member import Member, in_streams
 from shoal.fusion.sideeffects import in_words
 from shoal.kernelstep import is_torchs
 from shoal.pystate import ambient
-from shoal.recipe import Batch, build_model, read_data
+from shoal.pystate.finding import fields_that_find
+from shoal.pystate.finding import in_words as finding_in_words
+from shoal.recipe import Batch, read_data
 from shoal.rng import capture_rng, restore_rng
 from shoal.schedules import turn
-from shoal.spelled import code_met, is_library
 
 HOST = torch.device("cpu")
 
@@ -53,43 +53,8 @@ def first_hold(member: Member) -> str:
 
     In a global, say, where whoever makes a model puts it: that of the trial that was made last.
     """
-    parts = _code_beside(member)
-    if not any(isinstance(one, nn.Module | Tensor) for met in parts.values() for one in met):
-        return ""
-    here, rng = ambient.here(), capture_rng(HOST)
-    before = here.take()
-    try:
-        model = build_model(member.recipe, member.hp)
-        held = {id(one) for one in (*model.modules(), *model.parameters(), *model.buffers())}
-        found = (n for n, met in _code_beside(member).items() if not held.isdisjoint(map(id, met)))
-        name = next(found, "")
-    except (Exception, SystemExit):  # said elsewhere
-        return ""
-    finally:
-        here.put(before)
-        restore_rng(rng, HOST)
-    return name and (
-        f"the code of Recipe({name}=...) finds the model without being given it, as in a global, "
-        "and there would be one for all slots. Have the model's forward return what that needs."
-    )
-
-
-def _code_beside(member: Member) -> dict[str, list[Any]]:
-    """What the code of a recipe's functions comes to, by field; but of what makes models."""
-    given = {n: code_of(v) for n, v in vars(member.recipe).items() if n != "model"}
-    return {
-        name: _met(value.values() if isinstance(value, Mapping) else [value])
-        for name, value in given.items()
-        if callable(value) or isinstance(value, Mapping)
-    }
-
-
-def _met(functions: Iterable[Any]) -> list[Any]:
-    """With whatever methods of the user's classes: an engine calls these, and no name tells."""
-    met = list(code_met(functions))
-    kinds = [one for one in met if isinstance(one, type) and not is_library(one)]
-    methods = [f for one in kinds for f in vars(one).values() if isinstance(f, FunctionType)]
-    return met + list(code_met(methods))
+    found = fields_that_find(member.recipe, member.hp)
+    return finding_in_words(found[0], "there would be one for all slots") if found else ""
 
 
 def _first_change(member: Member, batch: Batch) -> str:
