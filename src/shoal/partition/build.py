@@ -22,6 +22,7 @@ from shoal.partition.record import Record, make_record
 from shoal.partition.spy import Spy
 from shoal.partition.units import run_forward
 from shoal.partition.wires import Wire, Wires
+from shoal.pystate.finding import fields_holding
 from shoal.recipe import Batch, Recipe, autocast
 
 _ATTEMPTS = 3  # to find the joints: known ones may bring others to light
@@ -156,7 +157,8 @@ def _build(source: _Source, candidate: Candidate) -> Chain:
     chain = Chain(skeleton=skeleton, record=record, owners=Owners((), (), ()))
     chain, rehearsal = _rehearse_somehow(chain, source.batch)
     owners = find_owners(chain.model, record, rehearsal.recorder)
-    return replace(chain, owners=owners, record=replace(record, made={}))
+    finders = frozenset(fields_holding(source.recipe, source.model))
+    return replace(chain, owners=owners, record=replace(record, made={}), finders=finders)
 
 
 def _record(source: _Source, candidate: Candidate) -> Record:

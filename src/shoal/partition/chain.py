@@ -22,7 +22,7 @@ from shoal.core.errors import TrialError
 from shoal.partition.callsheet import CallSheet, leaf_wires
 from shoal.partition.evaluated import may_stand_for
 from shoal.partition.glue import Skeleton, run_epilogue, run_head
-from shoal.partition.owners import Owners
+from shoal.partition.owners import AwayGuard, Owners
 from shoal.partition.record import Record
 from shoal.partition.template import Constant, Shape, Template, flatten
 from shoal.partition.wires import Touch, Wire, Wires
@@ -49,7 +49,8 @@ class Chain:
 
     Gradient mode, autocast, random state, changing buffers and the parameters' memory are
     the caller's; ``units`` has the two units a worker runs. ``around`` is entered for each layer
-    while it runs: for who has the weights of one layer at a time.
+    while it runs: for who has the weights of one layer at a time. ``finders`` are fields of
+    the recipe whose code finds the model by itself: it must read no weights that are away.
     """
 
     skeleton: Skeleton
@@ -59,6 +60,7 @@ class Chain:
     caches_off: bool = False
     on_close: list[Callable[[], None]] = field(default_factory=list)
     around: Callable[[int], AbstractContextManager[object]] = nullcontext
+    finders: frozenset[str] = frozenset()
 
     @property
     def model(self) -> nn.Module:
@@ -208,8 +210,20 @@ class Chain:
             self._run_layer(micro, layer, alive, None)
         with self.around(self.num_layers - 1):
             return run_epilogue(
-                self.skeleton, _sheet_of(micro), micro.batch, alive, on_resume=on_resume
+                self.skeleton,
+                _sheet_of(micro),
+                micro.batch,
+                alive,
+                on_resume=on_resume,
+                guard=self._guard("loss", start, self.num_layers),
             )
+
+    def _guard(self, field: str, start: int, stop: int) -> AwayGuard | None:
+        """For code that finds the model, and may read what layers [start, stop) do."""
+        if field not in self.finders:
+            return None
+        here = set(self.parameters_in(start, stop))
+        return AwayGuard(field, {n: p for n, p in self.model.named_parameters() if n not in here})
 
     def on(self, device: torch.device) -> Chain:
         """This chain for a model that has moved to ``device``."""
@@ -253,8 +267,9 @@ class Chain:
         self, micro: Micro, section: int, alive: Wires, on_resume: Callable[[], None] | None
     ) -> None:
         sheet = _sheet_of(micro)
+        guard = None if section else self._guard("inputs", 0, 1)
         part, made, touched = run_head(
-            self.skeleton, section, sheet, micro.batch, alive, on_resume=on_resume
+            self.skeleton, section, sheet, micro.batch, alive, on_resume=on_resume, guard=guard
         )
         micro.sheet = sheet.with_part(section, part)
         micro.touched |= touched

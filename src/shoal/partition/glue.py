@@ -165,11 +165,13 @@ def run_head(
     wires: Mapping[Wire, Tensor],
     *,
     on_resume: Callable[[], None] | None = None,
+    guard: AbstractContextManager[object] | None = None,
 ) -> Headed:
     """Run the forward from the end of the section before to this section's last block.
 
     ``sheet`` has the sections before, ``wires`` what the head reads of them. Gradient mode,
-    autocast and random state are the caller's. ``on_resume`` is told when the skipping ends.
+    autocast and random state are the caller's. ``on_resume`` is told when the skipping ends. The
+    recipe's inputs are made within ``guard``.
 
     Raises:
         TrialError: the forward calls other blocks than it did in the pilot.
@@ -177,7 +179,8 @@ def run_head(
     run = _Run(skeleton, section, sheet, wires, on_resume)
     try:
         with run.under_way():
-            args, kwargs = model_inputs(skeleton.recipe, batch)
+            with guard or nullcontext():
+                args, kwargs = model_inputs(skeleton.recipe, batch)
             skeleton.model(*args, **kwargs)
     except _Cut:
         return run.headed()
@@ -194,11 +197,13 @@ def run_epilogue(
     wires: Wires,
     *,
     on_resume: Callable[[], None] | None = None,
+    guard: AbstractContextManager[object] | None = None,
 ) -> tuple[Tensor, Output]:
     """Loss and output, from the wires alive at the epilogue; takes them out of ``wires``.
 
     What is drawn while skipping does not count: the random state on return is as if only the
-    part after the last block had run. ``on_resume`` is told when that begins.
+    part after the last block had run. ``on_resume`` is told when that begins. The loss is computed
+    within ``guard``.
 
     Raises:
         TrialError: the forward never reached its last block.
@@ -213,7 +218,8 @@ def run_epilogue(
                 "the forward ended before its last block was called, unlike in the pilot. Train "
                 "this model unsharded."
             )
-        return compute_loss(skeleton.recipe, output, batch), output
+        with guard or nullcontext():
+            return compute_loss(skeleton.recipe, output, batch), output
 
 
 class _Run:

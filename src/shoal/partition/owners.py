@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shoal.core.errors import TrialError
 from shoal.dispatched import run_operation
 from shoal.partition.record import Record
 from shoal.partition.wires import storage_key, tensors_in
@@ -54,6 +55,30 @@ class UseRecorder(TorchDispatchMode):
                     self.uses.add((self.layer, name))
                     if func.name() == "aten::_to_copy":
                         self.casts.add((self.layer, name))
+        return run_operation(func, args, kwargs)
+
+
+class AwayGuard(TorchDispatchMode):
+    """Lets ``who`` read none of these parameters, whose weights are elsewhere.
+
+    They are known by their identity: those that are away together may have one memory.
+    """
+
+    def __init__(self, who: str, away: Mapping[str, nn.Parameter]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._who, self._away = who, {id(parameter): name for name, parameter in away.items()}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        for tensor in tensors_in((args, kwargs)):
+            if (name := self._away.get(id(tensor))) is not None:
+                raise TrialError(
+                    f"the code of Recipe({self._who}=...) finds the model without being given it, "
+                    f"and reads {name!r}, which it did not in the step by which the model was cut "
+                    "into shards, and which is elsewhere when it runs. Have the model's forward "
+                    "return what that needs, or train with technique='resident'."
+                )
         return run_operation(func, args, kwargs)
 
 

@@ -479,9 +479,8 @@ class Pipelining:
         if self._recipe.precision == rounding.NAME:
             return f"its weights are rounded by chance ({rounding.NAME}). Use 'bf16' or 'fp32'."
         if not measure.cuttable:
-            return (
-                f"its model cannot be cut: {'; '.join(measure.notes)}. Use technique='resident'."
-            )
+            notes = "; ".join(measure.notes).rstrip(".")
+            return f"its model cannot be cut: {notes}. Use technique='resident'."
         if measure.written:
             return (
                 f"a forward writes to the parameter {measure.written[0]!r}, as max_norm does, "

@@ -87,6 +87,7 @@ from shoal.runtime.measuring.describe import (
 )
 from shoal.runtime.measuring.describe import describe as describe_trials
 from shoal.runtime.measuring.drawing import with_draws
+from shoal.runtime.measuring.finders import away_from
 from shoal.runtime.measuring.meter import Resting, free_bytes, rest_on_host
 from shoal.runtime.measuring.settling import why_changes_matter
 from shoal.runtime.measuring.wholemodel import Built, WholeModel, draws_in_cudnn, step_draws
@@ -413,6 +414,8 @@ class Measurer:
         if any(built.habits):
             what = "draws random numbers" if built.habits.draws else "touches parameters"
             note = f"the code of its schedule {what}, which shards have elsewhere when it steps"
+            return replace(whole, cuttable=False, notes=(*whole.notes, note))
+        if note := away_from(self._recipe, HyperParameters(built.trial.hp), built.model):
             return replace(whole, cuttable=False, notes=(*whole.notes, note))
         if names := self._changes:
             note = why_changes_matter(self._recipe, built.trial, built.batch, names)
