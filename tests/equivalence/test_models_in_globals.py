@@ -1,6 +1,6 @@
 """Code that finds its trial's model in a global.
 
-An array would have one model there for all; shards and stages a part of one.
+An array would have one model there for all; shards, stages and replicas by shards a part of one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
-from shoal import Spilled
+from shoal import DataParallel, Spilled
 from shoal.core.errors import PlanError, TooLarge
 from shoal.core.technique import Pipelined
 
@@ -73,6 +73,17 @@ def slower(optimizer, hp):
 
 def by_first_weights(optimizer, hp):
     return LambdaLR(optimizer, lambda step: 1 / (1 + NET[0].weight.detach().abs().sum().item()))
+
+
+def unfreezing(output, batch):
+    NET[0].weight.requires_grad_(True)
+    return loss(output, batch)
+
+
+def frozen(hp):
+    net = model(hp)
+    net[0].weight.requires_grad_(False)
+    return net
 
 
 def larger_when_evaluated(output, batch):
@@ -202,3 +213,23 @@ def test_a_loss_that_comes_to_read_other_weights_fails_its_trial(run_study):
     of = recipe(loss=sparse_in_second_batches, data=in_order)
     (trial,) = run_study(of, {"lr": 0.1}, technique=Spilled(shards=2), epochs=1).trials
     assert "and reads '0.weight', which it did not in the step by which" in trial.error
+
+
+# -- replicas -----------------------------------------------------------------------------
+
+SHARED = FINDING | {"loss": {"model": frozen, "loss": unfreezing}}
+
+
+@pytest.mark.parametrize("field", SHARED)
+def test_replicas_by_shards_of_it_are_refused_in_words(field, run_study):
+    """They had a metric, a schedule, or a loss of a replica's rows of each weight."""
+    of, technique = recipe(splittable=True, **SHARED[field]), DataParallel(width=2, shard=True)
+    with pytest.raises(PlanError, match=rf"2 replicas, but {finds(field)}.*shard=False"):
+        run_study(of, {"lr": 0.1}, technique=technique, devices=2, steps=2)
+
+
+@pytest.mark.parametrize("field", FINDING)
+def test_replicas_of_whole_weights_are_exact(field, run_study):
+    of, technique = recipe(splittable=True, **FINDING[field]), DataParallel(width=2)
+    report = run_study(of, {"lr": 0.1}, technique=technique, devices=2, epochs=2)
+    squads.assert_verified(report, of)

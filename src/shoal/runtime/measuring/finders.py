@@ -21,3 +21,10 @@ def away_from(recipe: Recipe, hp: HP, model: nn.Module) -> str:
     found = [name for name in fields_that_find(recipe, hp, model) if name not in COMPARED]
     there = "in shards most weights are elsewhere when it runs"
     return in_words(found[0], there) if found else ""
+
+
+def with_a_share_of(recipe: Recipe, hp: HP, model: nn.Module) -> str:
+    """In words, why no replica of it has rows of each weight alone; empty if one may."""
+    found = [name for name in fields_that_find(recipe, hp, model) if name != "optimizer"]
+    there = "each replica has but its rows of every weight"
+    return f"{in_words(found[0], there)}, or use technique='resident'" if found else ""

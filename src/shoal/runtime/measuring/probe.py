@@ -29,6 +29,7 @@ from shoal.rng import capture_rng, restore_rng, seed_all
 from shoal.runtime.gangs.group import GangGroup, NoWays, joined, put_aside
 from shoal.runtime.gangs.wrapped import Sharded, Whole, shard_groups
 from shoal.runtime.measuring.counting import sparse_gradient_of
+from shoal.runtime.measuring.finders import with_a_share_of
 
 REENTRANT = (
     "its forward checkpoints with use_reentrant=True, whose backwards inside the backward DDP "
@@ -54,6 +55,8 @@ class Probe:
         """Bytes and comparisons; ``alone`` is what the model takes of a replica's rows."""
         losses = self._losses(model, batch)
         problem, alike = _sparse(model), True
+        if self._shard and not problem:
+            problem = with_a_share_of(self._recipe, self._hp, model)
         if self._shard and not problem:
             problem, alike = self._problem(batch)
         held = unit = 0
