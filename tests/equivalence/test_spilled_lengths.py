@@ -114,6 +114,25 @@ def test_in_shards_too(space, technique, accumulate, clip, run_study):
     assert words in (report.directory / "plan.json").read_text()
 
 
+def all_rows_at_once(hp):
+    """Validation batches of so many elements that an array evaluates its slots one by one."""
+    train, _ = data(hp)
+    if hp["fixed"]:
+        some = [(ids[:4], label) for ids, label in rows()]
+        train = DataLoader(some, batch_size=4, shuffle=True, collate_fn=padded)
+    return train, DataLoader(rows(), batch_size=44, collate_fn=padded)
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["many lengths", "one length"])
+def test_large_validation_batches_are_evaluated_as_in_a_whole_array(fixed, run_study):
+    made = recipe(data=all_rows_at_once, metrics={"square": lambda out, batch: out.square().sum()})
+    space = shoal.grid(**SPACES["one order"], fixed=[fixed])
+    report = run_study(made, space, epochs=2, fuse=WIDTH, technique=HOST, poison=True)
+    found = Snapshot.of(read_outline(report.directory)).trials
+    assert {row.numerics["array"].partition(" of ")[2] for row in found} == {str(WIDTH)}
+    assert_exact(report, found, made)
+
+
 def failing(output, batch, hp):
     if hp["bad"] and batch[0].shape[1] == 12 and output.requires_grad:
         raise ValueError("too long a text")

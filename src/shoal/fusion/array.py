@@ -410,7 +410,7 @@ class Array:
         for layout in {layout for layout in layouts if layout is not None}:
             taking = [mine == layout for mine in layouts]
             for slot in (s for s, is_taking in enumerate(taking) if is_taking):
-                if self._own is not None or self._is_large(slot, layout):
+                if self._own is not None or self.is_large(slot, layout):
                     results[slot] = self._evaluate_alone(slot, moved[slot])
                     taking[slot] = False
             if not any(taking):
@@ -442,9 +442,9 @@ class Array:
         if self._own is not None or not self.backend.stacks_gradients:
             return False
         there = ((slot, batch) for slot, batch in enumerate(batches) if batch is not None)
-        return not any(self._is_large(slot, layout_of(batch)) for slot, batch in there)
+        return not any(self.is_large(slot, layout_of(batch)) for slot, batch in there)
 
-    def _is_large(self, slot: int, layout: Hashable) -> bool:
+    def is_large(self, slot: int, layout: Hashable) -> bool:
         """Whether slots are evaluated one after the other on such batches, by their shapes alone.
 
         On a CPU what many slots would compute at once of such batches leaves its caches; what

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from shoal.fusion.streams import States
@@ -19,6 +21,14 @@ class Result(NamedTuple):
     losses: Tensor
     outputs: Sequence[Any] = ()
     counted: Sequence[bool] = ()  # slots that took part
+
+    @classmethod
+    def of_each(cls, width: int, found: Mapping[int, tuple[Tensor, Any]]) -> Result:
+        """Of slots that were evaluated by themselves: loss and output of each."""
+        losses = torch.full((width,), math.nan, dtype=torch.float64)
+        for slot, (loss, _) in found.items():
+            losses[slot] = loss
+        return cls(losses, [found[slot][1] if slot in found else None for slot in range(width)])
 
 
 class Apart(NamedTuple):

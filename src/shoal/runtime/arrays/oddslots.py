@@ -93,12 +93,13 @@ class OddSlots:
         if not self._under_way[slot] and (before := self._before.pop(slot, None)):
             before.put_back()
 
-    def forward(self, shard: int, slot: int, micro: Micro) -> None:
-        """A forward without gradients."""
+    def forward(self, shard: int, slot: int, micro: Micro) -> tuple[Tensor, Any] | None:
+        """A forward without gradients; loss and output when it is the last shard's."""
         with self._placed(shard, slot):
-            self._units(slot).forward(shard, micro)
+            found = self._units(slot).forward(shard, micro)
         if shard == len(self._spans) - 1:  # of an evaluation; a step ends with a backward
             self._end(slot)
+        return found
 
     def private(self, shard: int, slot: int, micro: Micro) -> dict[Any, Tensor]:
         """Of a shard's input, what no other shard reads."""

@@ -345,30 +345,57 @@ class SpilledArray:
         session.units.require_even(session.failures, range(session.units.num_shards))
         self._run(session.units.finish_program(self._clip), "step")
 
-    def _begin(self, rows: Sequence[Row | Callable[[], Row]], micro_batches: int) -> None:
+    def _begin(
+        self,
+        rows: Sequence[Row | Callable[[], Row]],
+        micro_batches: int,
+        *,
+        alone: bool = False,
+    ) -> None:
         """Programs for these batches; the trial of the first slot stands for the array."""
         session = self._session
         self.array.fill_empty_slots()
         session.begin(rows)
-        session.units.restart(micro_batches)
+        session.units.restart(micro_batches, alone=alone)
         first = session.trials[min(session.trials)]
         session.step, self.seat.trial = first.step, first.job.trial
         self._go()
 
     def evaluate(self, batches: Sequence[Any]) -> list[dict[str, float] | None]:
-        """Loss and metrics of one validation batch per slot, in evaluation mode."""
-        session = self._session
+        """Loss and metrics of one validation batch per slot, in evaluation mode.
+
+        Those that a whole array evaluates slot by slot, since they are large, so here too.
+        """
         found: list[dict[str, float] | None] = [None] * self._width
+        large, others = self._large_apart(batches)
         usual = self._usual
         try:
-            for mine in by_layout(batches):
+            for mine in by_layout(others) if any(b is not None for b in others) else ():
                 self._usual = layout_of(next(batch for batch in mine if batch is not None))
-                self._begin([mine], 1)
-                self._run(session.units.evaluation_program(), "evaluation")
-                self._measure(mine, found)
+                self._evaluate(mine, found)
         finally:
             self._usual = usual
+        if any(batch is not None for batch in large):
+            self._evaluate(large, found, alone=True)
         return found
+
+    def _large_apart(self, batches: Sequence[Any]) -> tuple[Row, Row]:
+        """The large ones by slot, and the others."""
+        is_large = [
+            batch is not None and self.array.is_large(slot, layout_of(batch))
+            for slot, batch in enumerate(batches)
+        ]
+        pairs = list(zip(batches, is_large, strict=True))
+        return [b if large else None for b, large in pairs], [
+            None if large else b for b, large in pairs
+        ]
+
+    def _evaluate(
+        self, batches: Row, found: list[dict[str, float] | None], *, alone: bool = False
+    ) -> None:
+        self._begin([batches], 1, alone=alone)
+        self._run(self._session.units.evaluation_program(), "evaluation")
+        self._measure(batches, found)
 
     def _measure(self, batches: Sequence[Any], found: list[dict[str, float] | None]) -> None:
         session, array = self._session, self.array

@@ -84,6 +84,7 @@ class StackedUnits:
         self._chains: tuple[Any, Chain] | None = None  # of which template
         self._odd = OddSlots(crew, chain, spans, route)
         self._to_come = 1  # micro-batches of the step
+        self._are_alone = False  # whether slots are evaluated by themselves, on whatever batch
         self._received: dict[str, set[int]] = {}  # slots with a gradient, by parameter
         self._took_part: set[int] = set()
         self.scale = 1.0 / chain.recipe.accumulate
@@ -110,9 +111,12 @@ class StackedUnits:
             found |= {Apart(slot, wire): tensor for wire, tensor in alone.items()}
         return found
 
-    def restart(self, micro_batches: int) -> None:
-        """A step of so many micro-batches begins, or an evaluation of one batch."""
-        self._to_come = micro_batches
+    def restart(self, micro_batches: int, *, alone: bool = False) -> None:
+        """A step of so many micro-batches begins, or an evaluation of one batch.
+
+        ``alone``: of each slot by itself, whatever the layout of its batch.
+        """
+        self._to_come, self._are_alone = micro_batches, alone
         self._odd.restart()
         self._received.clear()
         self._took_part.clear()
@@ -137,7 +141,7 @@ class StackedUnits:
 
     def _take_up(self, slot: int, batch: Any, micro: StackedMicro) -> None:
         try:
-            if self._usual is None or self._usual(batch):
+            if not self._are_alone and (self._usual is None or self._usual(batch)):
                 micro.active[slot] = True
             else:
                 micro.apart[slot] = self._odd.begin(slot, batch)
@@ -169,10 +173,13 @@ class StackedUnits:
         result = None
         if any(micro.active):
             result = self._guarded(shard, micro, lambda: self._forward(shard, micro))
+        found: dict[int, tuple[Tensor, Any]] = {}
         for slot in list(micro.apart):
             with self._by_itself(slot, micro):
-                self._odd.forward(shard, slot, micro.apart[slot])
-        return result
+                alone = self._odd.forward(shard, slot, micro.apart[slot])
+                if alone is not None:
+                    found[slot] = alone
+        return Result.of_each(self._crew().width, found) if found else result
 
     def _forward(self, shard: int, micro: StackedMicro) -> Result | None:
         crew, last = self._crew(), shard == self.num_shards - 1
