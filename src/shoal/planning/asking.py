@@ -15,7 +15,7 @@ from shoal.core.errors import (
     last_words,
 )
 from shoal.core.spec import TrialSpec
-from shoal.core.units import list_some
+from shoal.core.units import Bytes, list_some
 from shoal.planner.growth import grown, grown_shard
 from shoal.planning.pipelining import Question
 from shoal.planning.planned import Settled
@@ -175,7 +175,8 @@ class Asking:
             return self._grown(reply)
         if isinstance(reply, MeasuredArrayShards) and self._growth != 1.0:
             shards = tuple(grown_shard(shard, self._growth) for shard in reply.shards)
-            return replace(reply, shards=shards)
+            size = Bytes(math.ceil(reply.batch_bytes * self._growth))
+            return replace(reply, shards=shards, batch_bytes=size)
         if isinstance(reply, Refused):
             return last_words(reply.error)
         return f"a worker ended meanwhile: {reply.reason}" if isinstance(reply, Gone) else reply

@@ -226,7 +226,7 @@ class Spilling:
             if stacked.declined:
                 return stacked.declined
             measure = with_shards(paper, stacked.shards, exact, rows)
-            measure = replace(measure, batch_bytes=stacked.batch_bytes or paper.batch_bytes)
+            measure = with_batches(measure, stacked.batch_bytes)
             plan = self._plan(measure, exact, choice.technique, request, rows, stacked.passes)
             if isinstance(plan, SpilledArrayPlan):
                 passes, lengths = stacked.passes, stacked.lengths
@@ -409,6 +409,14 @@ def with_shards(
         for shard, segments, alone in zip(shards, rows.shards, exact.measure.shards, strict=True)
     ]
     return replace(paper, shards=tuple(found))
+
+
+def with_batches(measure: JobMeasure, size: Bytes) -> JobMeasure:
+    """The measure of units that saw batches of this size; those of validation stay as they are."""
+    if not size:
+        return measure
+    scale = measure.valid_scale * measure.batch_bytes / size
+    return replace(measure, batch_bytes=size, valid_scale=scale)
 
 
 def _aligned(field: Field) -> int:

@@ -20,6 +20,7 @@ from shoal.memory.layout import Segment, TrialLayout, lay_out
 from shoal.planner.need import Need, Request
 from shoal.planner.price import Speeds
 from shoal.planning.arrayjobs import ArraySlot, in_spilled_array
+from shoal.planning.asking import Asking
 from shoal.planning.fusing import Fusing
 from shoal.planning.spilling import (
     ASKED,
@@ -28,6 +29,7 @@ from shoal.planning.spilling import (
     Spilling,
     array_measure,
     asked_of,
+    with_batches,
 )
 from shoal.runtime.messages import (
     ArrayTry,
@@ -98,6 +100,21 @@ def test_on_paper_what_is_frozen_is_there_once_where_all_have_the_same(frozen, t
     assert once.gradient_bytes == own.gradient_bytes == width * trained
     (all_trained,) = array_measure(measure([layer(9)]), Rows(width, one_base=True)).layers
     assert all_trained.parameter_bytes == 9 * width
+
+
+def test_a_longer_batch_that_was_measured_makes_those_of_validation_no_longer():
+    wide = replace(array_measure(measure([layer(1)]), Rows(4)), valid_scale=3.0)
+    found = with_batches(wide, Bytes(5 * wide.batch_bytes))
+    assert found.batch_bytes == 5 * wide.batch_bytes
+    assert found.valid_scale * found.batch_bytes == pytest.approx(3.0 * wide.batch_bytes)
+    assert with_batches(wide, Bytes(0)) == wide  # a worker that says nothing of it
+
+
+def test_batches_that_outgrow_what_was_measured_are_larger_in_shards_too(monkeypatch):
+    asking = Asking(None, None, growth=1.5)
+    reply = MeasuredArrayShards(0, (), "", batch_bytes=Bytes(100))
+    monkeypatch.setattr(asking, "_ask_one", lambda order: (None, reply))
+    assert asking.answer(object()).batch_bytes == 150
 
 
 def test_what_is_forced_stays_forced_and_an_array_recomputes():
