@@ -41,6 +41,13 @@ class Texts(nn.Module):
         return self.head(self.norm(rows.sum(1) / is_there.sum(1, keepdim=True)))
 
 
+class Reading(Texts):
+    """One whose head reads the words without a gradient, in another shard than theirs."""
+
+    def forward(self, ids):
+        return super().forward(ids) + self.words.weight.detach().square().mean()
+
+
 class Skipping(Texts):
     """One that has a part for long texts alone."""
 
@@ -112,6 +119,12 @@ def test_in_shards_too(space, technique, accumulate, clip, run_study):
     assert_verified(report, made)
     words = "passes, one for each length" if "own" in space else "one length at each step"
     assert words in (report.directory / "plan.json").read_text()
+
+
+def test_weights_that_another_shard_reads_without_a_gradient_part_nobody(run_study):
+    made = recipe(Reading)
+    space = shoal.grid(**SPACES["orders of their own"])
+    assert_verified(run_study(made, space, epochs=1, fuse=WIDTH, technique=HOST), made)
 
 
 def all_rows_at_once(hp):

@@ -288,8 +288,11 @@ class StackedUnits:
         return lambda grad: self._received.setdefault(name, set()).update(micro.taking)
 
     def _trained_in(self, shard: int) -> dict[str, Tensor]:
+        """Those that it owns: what a later shard makes for one comes to it on the way back."""
         blocks = self._crew().stacked.parameters
-        names = self._chain.parameters_in(*self._spans[shard])
+        names = (
+            n for layer in range(*self._spans[shard]) for n in self._chain.parameters_of(layer)
+        )
         return {name: blocks[name] for name in names if blocks[name].requires_grad}
 
     def require_even(self, without: Collection[int], shards: Iterable[int]) -> None:
