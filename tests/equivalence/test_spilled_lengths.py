@@ -164,6 +164,28 @@ def test_trials_come_to_slots_in_turn_and_one_fails_at_some_length(run_study):
     assert_exact(report, found, made)
 
 
+def one_bad(hp):
+    """Of one trial every batch of the longest texts has a label that there is not."""
+    lost = 9 if hp["lr"] == 0.003 else 0
+
+    def collate(some):
+        ids, labels = padded(some)
+        return ids, labels + (lost if ids.shape[1] == 12 else 0)
+
+    order = torch.Generator().manual_seed(1)
+    return DataLoader(rows(), 4, shuffle=True, collate_fn=collate, generator=order), None
+
+
+def test_one_trial_whose_longest_batch_raises_keeps_no_other_from_an_array(run_study):
+    made = recipe(data=one_bad)
+    space = shoal.grid(**SPACES["orders of their own"])
+    report = run_study(made, space, steps=6, fuse=WIDTH, technique=HOST)
+    assert [bool(trial.error) for trial in report.trials] == [False, True, False]
+    found = Snapshot.of(read_outline(report.directory)).trials
+    assert {row.numerics.get("array_layouts") for row in found} == {"all"}
+    assert_exact(report, [found[0], found[2]], made)
+
+
 def long_last(hp):
     """Ten batches in the trial's own order, the last one longer than any that is looked at."""
     draws = torch.Generator().manual_seed(int(1e4 * hp["lr"]))

@@ -50,6 +50,7 @@ class Crowd:
         self.members: list[Member] = []
         self.groups: list[list[list[Any]]] = []  # for each, of a step or several
         self.valid: list[Any] = []  # a batch to evaluate for each, None without such data
+        self._bad: list[Any] = []  # batches of which a trial's code raises
 
     def grow(self, count: int) -> None:
         """Have so many at least."""
@@ -111,11 +112,20 @@ class Crowd:
         """
         return self._of_one(count, lambda layouts: max(layouts, key=elements_of))
 
+    def pass_over(self, batches: Iterable[Any], count: int) -> bool:
+        """Look at these batches no more; whether the first ``count`` have others."""
+        self._bad += batches
+        return self.varies and any(map(self._good_ones, self.groups[:count]))
+
+    def _good_ones(self, groups: Iterable[Iterable[Any]]) -> dict[Hashable, Any]:
+        bad = set(map(id, self._bad))
+        return _first_of_each(b for b in itertools.chain(*groups) if id(b) not in bad)
+
     def _of_one(self, count: int, chosen: Callable[[list[Hashable]], Hashable]) -> list[Any]:
         """Of the layout that is ``chosen`` among those that each has, each once."""
         if not self.varies:
             return self.first_batches(count)
-        mine = [_first_of_each(itertools.chain(*groups)) for groups in self.groups[:count]]
+        mine = [self._good_ones(groups) for groups in self.groups[:count]]
         one = chosen(list(itertools.chain(*mine)))
         some = next(batches[one] for batches in mine if one in batches)
         return [batches.get(one, some) for batches in mine]

@@ -50,6 +50,14 @@ COMPARED = 4  # trials alone that an array is held against
 TIMED = 2  # passes, of which the quicker counts: one may have met another process
 
 
+class SlotsRaise(Declined):
+    """The code of some ``slots`` raises on the batches that they were measured with."""
+
+    def __init__(self, failures: Mapping[int, BaseException]) -> None:
+        super().__init__(f"a trial raises: {next(iter(failures.values()))}")
+        self.slots = tuple(failures)
+
+
 @dataclass(slots=True)
 class _Cost:
     """Of a shard's two units; see ``ShardSpec``."""
@@ -422,7 +430,7 @@ def _outcome(walk: _Walk) -> _Outcome:
 
 def _refuse_failures(micro: StackedMicro) -> None:
     if micro.failures:
-        raise Declined(f"a trial raises: {next(iter(micro.failures.values()))}")
+        raise SlotsRaise(micro.failures)
 
 
 def _difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> str:

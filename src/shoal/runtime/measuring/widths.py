@@ -41,6 +41,7 @@ from shoal.fusion.oldnorms import old_norm
 from shoal.fusion.sideeffects import first_side_effect
 from shoal.fusion.stacked import Stacked
 from shoal.fusion.traced import TracedBackend
+from shoal.partition.chain import Chain
 from shoal.partition.compiled import compiles
 from shoal.recipe import (
     Recipe,
@@ -68,12 +69,13 @@ from shoal.runtime.measuring.readying import (
     without_others,
 )
 from shoal.runtime.measuring.slices import in_slice, waited_s
-from shoal.runtime.measuring.stackedmeasure import StackedMeasure
+from shoal.runtime.measuring.stackedmeasure import SlotsRaise, StackedMeasure
 from shoal.runtime.messages import ArrayTry, MeasureArray, MeasureArrayShards, TimeArray
 
 TRIED = 4  # trials that are compared, one step as an array with one step of each alone
 COMPARED_S = 1.0  # and the others of an array too, where that takes no longer
 LONE_ROUNDS = 5  # of a trial alone that has no room beside the array
+MOST_RAISING = 3  # times that batches are passed over of which a trial's code raises
 LONG_S = 0.5  # a contender with longer slices is timed in one round
 
 
@@ -440,12 +442,30 @@ class ArrayBench:
         self._works, self._alone = (), None
         crowd.trials, crowd.one_base, crowd.varies = order.trials, order.one_base, order.varies
         crowd.grow(width)
-        batches = crowd.longest(width)
         began = time.perf_counter()
         try:
             hp = HyperParameters(trial.hp)
             chain = chain_for(self._recipe, hp, trial.seed, self._where, order.num_layers)
             build_s = Seconds(time.perf_counter() - began)
+            found, batches = self._shards_of_longest(order, chain)
+            lengths = crowd.lengths(width)
+            passes = passes_of(crowd.steps(width)) if order.varies else 1.0
+            size = Bytes(sum(map(batch_bytes, batches)))
+            return Shards(found, "", False, build_s, passes, lengths, size)
+        except Declined as error:
+            return Shards((), str(error))
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return Shards((), first_line(error), is_over=True)
+
+    def _shards_of_longest(
+        self, order: MeasureArrayShards, chain: Chain
+    ) -> tuple[tuple[ShardSpec, ...], list[Any]]:
+        """The shards, and the longest batches; but those of which a trial's own code raises."""
+        crowd, width, tries = self._crowd, order.width, 0
+        while True:
+            batches, tries = crowd.longest(width), tries + 1
             measure = StackedMeasure(
                 crowd.members[:width],
                 batches,
@@ -456,16 +476,12 @@ class ArrayBench:
                 one_base=order.one_base,
                 any_layout=order.varies,
             )
-            found, lengths = measure.shards(order.cuts), crowd.lengths(width)
-            passes = passes_of(crowd.steps(width)) if order.varies else 1.0
-            size = Bytes(sum(map(batch_bytes, batches)))
-            return Shards(found, "", False, build_s, passes, lengths, size)
-        except Declined as error:
-            return Shards((), str(error))
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            return Shards((), first_line(error), is_over=True)
+            try:
+                return measure.shards(order.cuts), batches
+            except SlotsRaise as error:
+                raising = [batches[slot] for slot in error.slots]
+                if not crowd.pass_over(raising, width) or tries == MOST_RAISING:
+                    raise
 
     def _clock(self) -> float:
         _wait(self._where)
