@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
+import texts
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -26,7 +25,7 @@ from shoal.verify import verify_trials
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-WORDS, WIDTH, CPU = 20, 4, torch.device("cpu")
+WIDTH, CPU = 4, torch.device("cpu")
 
 
 class Texts(nn.Module):
@@ -34,7 +33,7 @@ class Texts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.words = nn.Embedding(WORDS, 8, padding_idx=0)
+        self.words = nn.Embedding(texts.WORDS, 8, padding_idx=0)
         self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
         self.norm, self.head = nn.BatchNorm1d(8), nn.Linear(8, 2)
 
@@ -55,29 +54,8 @@ class Skipping(Texts):
         return super().forward(ids) + (self.late.weight.sum() if ids.shape[1] > 9 else 0.0)
 
 
-@functools.cache
-def rows():
-    draws = torch.Generator().manual_seed(11)
-    lengths = torch.randint(4, 13, (44,), generator=draws).tolist()
-    ids = [torch.randint(1, WORDS, (length,), generator=draws) for length in lengths]
-    return [(row, int(row.sum()) % 2) for row in ids]
-
-
-def padded(some):
-    longest = max(len(ids) for ids, _ in some)
-    ids = torch.stack([F.pad(ids, (0, longest - len(ids))) for ids, _ in some])
-    return ids, torch.tensor([label for _, label in some])
-
-
-def data(hp):
-    train = DataLoader(rows(), batch_size=4, shuffle=True, collate_fn=padded)
-    return train, DataLoader(rows()[:16], batch_size=4, collate_fn=padded)
-
-
 def recipe(model=Texts, **changes):
-    changes = {"metrics": {"sum": lambda output, batch: float(output.sum())}} | changes
-    loss = changes.pop("loss", lambda output, batch: F.cross_entropy(output, batch[1]))
-    return shoal.Recipe(model=lambda hp: model(), data=data, loss=loss, **changes)
+    return texts.recipe(model, **changes)
 
 
 def member(made, seed):
@@ -97,7 +75,7 @@ def member(made, seed):
 def ids(length, seed):
     draws = torch.Generator().manual_seed(seed)
     shape = (4, length)
-    return torch.randint(1, WORDS, shape, generator=draws), torch.tensor([0, 1, 1, 0])
+    return torch.randint(1, texts.WORDS, shape, generator=draws), torch.tensor([0, 1, 1, 0])
 
 
 def step(array, lengths, seed=0):
@@ -266,7 +244,7 @@ def test_trials_whose_lengths_vary_share_an_array_and_verify(space, devices, run
 
 def sometimes_weighed(some):
     """Batches of which some have an item more, which is for the loss."""
-    found, label = padded(some)
+    found, label = texts.padded(some)
     return (found, label, torch.ones(len(some))) if found.shape[1] == 12 else (found, label)
 
 
@@ -277,8 +255,8 @@ def weighed(output, batch):
 
 def test_batches_of_which_some_have_an_item_more_train_in_an_array_too(run_study):
     def loaders(hp):
-        train = DataLoader(rows(), 4, shuffle=True, collate_fn=sometimes_weighed)
-        return train, DataLoader(rows()[:16], 4, collate_fn=sometimes_weighed)
+        train = DataLoader(texts.rows(), 4, shuffle=True, collate_fn=sometimes_weighed)
+        return train, DataLoader(texts.rows()[:16], 4, collate_fn=sometimes_weighed)
 
     made = shoal.Recipe(model=lambda hp: Texts(), data=loaders, loss=weighed)
     report = run_study(made, shoal.grid(lr=[0.01, 0.003]), epochs=2, fuse=2)

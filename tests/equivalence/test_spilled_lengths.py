@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
+import texts
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -18,7 +17,7 @@ from shoal.verify import verify_trials
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-WORDS, WIDTH = 20, 3
+WIDTH = 3
 
 
 class Texts(nn.Module):
@@ -26,7 +25,7 @@ class Texts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.words = nn.Embedding(WORDS, 8, padding_idx=0)
+        self.words = nn.Embedding(texts.WORDS, 8, padding_idx=0)
         self.layers = nn.ModuleList(
             nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True) for _ in range(3)
         )
@@ -59,29 +58,8 @@ class Skipping(Texts):
         return super().forward(ids) + (self.late.weight.sum() if ids.shape[1] > 9 else 0.0)
 
 
-@functools.cache
-def rows():
-    draws = torch.Generator().manual_seed(11)
-    lengths = torch.randint(4, 13, (44,), generator=draws).tolist()
-    ids = [torch.randint(1, WORDS, (length,), generator=draws) for length in lengths]
-    return [(row, int(row.sum()) % 2) for row in ids]
-
-
-def padded(some):
-    longest = max(len(ids) for ids, _ in some)
-    ids = torch.stack([F.pad(ids, (0, longest - len(ids))) for ids, _ in some])
-    return ids, torch.tensor([label for _, label in some])
-
-
-def data(hp):
-    train = DataLoader(rows(), batch_size=4, shuffle=True, collate_fn=padded)
-    return train, DataLoader(rows()[:16], batch_size=4, collate_fn=padded)
-
-
 def recipe(model=Texts, **changes):
-    loss = changes.pop("loss", lambda output, batch: F.cross_entropy(output, batch[1]))
-    options = {"data": data} | changes
-    return shoal.Recipe(model=lambda hp: model(), loss=loss, **options)
+    return texts.recipe(model, **changes)
 
 
 HOST = Spilled(shards=3, optimizer="host")
@@ -129,11 +107,11 @@ def test_weights_that_another_shard_reads_without_a_gradient_part_nobody(run_stu
 
 def all_rows_at_once(hp):
     """Validation batches of so many elements that an array evaluates its slots one by one."""
-    train, _ = data(hp)
+    train, _ = texts.data(hp)
     if hp["fixed"]:
-        some = [(ids[:4], label) for ids, label in rows()]
-        train = DataLoader(some, batch_size=4, shuffle=True, collate_fn=padded)
-    return train, DataLoader(rows(), batch_size=44, collate_fn=padded)
+        some = [(ids[:4], label) for ids, label in texts.rows()]
+        train = DataLoader(some, batch_size=4, shuffle=True, collate_fn=texts.padded)
+    return train, DataLoader(texts.rows(), batch_size=44, collate_fn=texts.padded)
 
 
 @pytest.mark.parametrize("fixed", [False, True], ids=["many lengths", "one length"])
@@ -169,11 +147,11 @@ def one_bad(hp):
     lost = 9 if hp["lr"] == 0.003 else 0
 
     def collate(some):
-        ids, labels = padded(some)
+        ids, labels = texts.padded(some)
         return ids, labels + (lost if ids.shape[1] == 12 else 0)
 
     order = torch.Generator().manual_seed(1)
-    return DataLoader(rows(), 4, shuffle=True, collate_fn=collate, generator=order), None
+    return DataLoader(texts.rows(), 4, shuffle=True, collate_fn=collate, generator=order), None
 
 
 def test_one_trial_whose_longest_batch_raises_keeps_no_other_from_an_array(run_study):
@@ -191,7 +169,7 @@ def long_last(hp):
     draws = torch.Generator().manual_seed(int(1e4 * hp["lr"]))
     last = 5 if hp.get("short") and hp["lr"] < 0.005 else 60
     lengths = [*torch.randint(4, 9, (9,), generator=draws).tolist(), last]
-    each = [torch.randint(1, WORDS, (4, length), generator=draws) for length in lengths]
+    each = [torch.randint(1, texts.WORDS, (4, length), generator=draws) for length in lengths]
     return [(ids, ids[:, 0] % 2) for ids in each], None
 
 
