@@ -17,6 +17,14 @@ ROWS_APART = 2
 """Times what a batch of all slots leaves: some may run by themselves, beside the others."""
 
 
+def most_micro_batches(accumulate: int, *, varies: bool) -> int:
+    """Of a step, for whose sums of gradients there is room: one or several is all that matters.
+
+    ``varies``: batches vary in length, so that one of a step may be several.
+    """
+    return max(2, accumulate) if varies else accumulate
+
+
 def stacked_layout(layout: TrialLayout, width: int, *, one_base: bool = False) -> TrialLayout:
     """Where the rows of ``width`` trials of this layout lie, shard by shard; without buffers."""
     owned = [[field.spec.name for field in shard.param.fields] for shard in layout.shards]

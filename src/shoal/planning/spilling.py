@@ -26,7 +26,7 @@ from shoal.core.technique import Spilled, Technique, kept_shards, kept_weights
 from shoal.core.units import Bytes, Seconds, format_bytes, round_up
 from shoal.memory.chunks import in_chunks
 from shoal.memory.layout import Field, TrialLayout, as_it_travels
-from shoal.memory.stacking import ROWS_APART, stacked_layout
+from shoal.memory.stacking import ROWS_APART, most_micro_batches, stacked_layout
 from shoal.planner.choose import choices
 from shoal.planner.keep import keep_best
 from shoal.planner.need import Need, Request, need, waiting_input_bytes
@@ -177,8 +177,8 @@ class Spilling:
         asked, closest, seen = self._technique(fits), None, dict[tuple[int, ...], _Seen]()
         for place in (asked.boundaries,) if asked.boundaries else (None, HOST):
             request = replace(self.request, technique=replace(asked, boundaries=place))
-            if rows.varies:  # a micro-batch may be several: nobody knows how many before a step
-                request = replace(request, micro_batches=max(2, request.micro_batches))
+            most = most_micro_batches(request.micro_batches, varies=rows.varies)
+            request = replace(request, micro_batches=most)
             found = self._in_shards(asking, trials, rows, whole.measure, request, seen)
             if isinstance(found, SpilledArrayPlan | str):
                 return found

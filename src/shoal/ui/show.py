@@ -8,7 +8,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,13 +114,8 @@ def ls_table(found: Mapping[Path, Snapshot | StorageError], *, width: int | None
     table = [_ls_row(place, s) for place, s in found.items()]
     pruned = _LS_HEADER.index("pruned")
     left = [pruned] * all(row[pruned] in ("0", DASH) for row in table)
-    text = align(*without_columns(_LS_HEADER, table, left))
-    for name in ("took", "last written", "metric", "pruned", "failed"):
-        if width is None or max(map(len, text.splitlines())) <= width:
-            break
-        left.append(_LS_HEADER.index(name))
-        text = align(*without_columns(_LS_HEADER, table, left))
-    return text
+    names = "took", "last written", "metric", "pruned", "failed"
+    return _within(width, _LS_HEADER, table, names, left)
 
 
 def _ls_row(place: Path, snapshot: Snapshot | StorageError) -> list[str]:
@@ -298,13 +293,24 @@ def device_table(snapshot: Snapshot, *, width: int | None = None) -> str:
 
     ``width``: of a line; where that is too little the columns that say least are left out.
     """
-    table, left = [device_cells(row) for row in snapshot.devices], list[int]()
-    text = align(DEVICE_HEADER, table)
-    for name in ("peak/budget", "predicted", "restarts"):
+    table = [device_cells(row) for row in snapshot.devices]
+    return _within(width, DEVICE_HEADER, table, ("peak/budget", "predicted", "restarts"))
+
+
+def _within(
+    width: int | None,
+    header: Sequence[str],
+    table: Sequence[Sequence[str]],
+    names: Sequence[str],
+    left: Sequence[int] = (),
+) -> str:
+    """A table without the columns ``left``, nor as many of ``names`` as have no room."""
+    text = align(*without_columns(header, table, left))
+    for name in names:
         if width is None or max(map(len, text.splitlines())) <= width:
             break
-        left.append(DEVICE_HEADER.index(name))
-        text = align(*without_columns(DEVICE_HEADER, table, left))
+        left = [*left, header.index(name)]
+        text = align(*without_columns(header, table, left))
     return text
 
 

@@ -279,13 +279,13 @@ def test_an_array_that_does_not_fit_is_measured_in_shards_within_the_budget():
     assert not found.is_over
     assert tight.meter.peak_bytes <= 72 * KIB
     assert tight.meter.held_bytes == 0
-    assert list(map(spec_bytes, found.found)) == list(map(spec_bytes, before.found))
+    assert list(map(spec_bytes, found.shards)) == list(map(spec_bytes, before.shards))
 
 
 def test_shards_that_are_too_large_are_no_reason_against_smaller_ones():
     found = bench(24 * KIB).shards(MeasureArrayShards(TRIALS, WIDTH, CUTS, NUM_LAYERS))
     assert found.is_over
-    assert not found.found
+    assert not found.shards
 
 
 def measure(monkeypatch):
@@ -307,7 +307,7 @@ def test_where_there_is_no_room_for_the_whole_it_is_held_against_trials_alone(mo
     monkeypatch.setattr(stackedmeasure, "lone_pass_in_shards", spy)
     found = measure(monkeypatch)
     assert not found.declined, found.declined
-    assert len(found.found) == 3
+    assert len(found.shards) == 3
     assert len(seen) == WIDTH
     names = {name for name, _ in build(TRIALS[0].hp).named_parameters()}
     assert all(one.grads.keys() == names for one in seen)

@@ -43,7 +43,7 @@ from shoal.fusion.stacked import other_base
 from shoal.fusion.unplaced import Unplaced
 from shoal.memory.layout import arena, as_it_travels, lenders
 from shoal.memory.ledger import Ledger
-from shoal.memory.stacking import base_of, stacked_layout
+from shoal.memory.stacking import base_of, most_micro_batches, stacked_layout
 from shoal.memory.store import same_bits
 from shoal.partition.build import build_chain
 from shoal.partition.chain import Chain
@@ -148,7 +148,6 @@ class SpilledArray:
         self._layout = as_it_travels(rows, self._technique, (), sums=False)
         self._ledger, self._record, self._room = ledger, record, room
         self._clip, self._accumulate = recipe.clip_grad_norm is not None, recipe.accumulate
-        self._sums = max(2, recipe.accumulate) if self._any_layout else recipe.accumulate
         self._array: Array | None = None
         self._seat: Seat[StackedSession] | None = None
         self._job, self._recipe = job, recipe
@@ -231,11 +230,12 @@ class SpilledArray:
             route_of(self._technique, self._job.shards, lenders(self._layout)),
             None if self._any_layout else lambda batch: layout_of(batch) == self._usual,
         )
+        most = most_micro_batches(self._accumulate, varies=self._any_layout)
         seat = Seat(
             session,
             self._device,
             self._ledger,
-            arena=arena(self._layout, self._technique, clip=self._clip, accumulate=self._sums),
+            arena=arena(self._layout, self._technique, clip=self._clip, accumulate=most),
             record=self._record,
             make_compute=ArrayCompute,
         )
@@ -327,7 +327,7 @@ class SpilledArray:
         if self._any_layout and self._accumulate > 1:
             self._step_by_batch(given)
         else:
-            rows = by_layout(read_now(given[0])) if self._any_layout else given
+            rows = by_layout(read_now(given[0])) or given if self._any_layout else given
             self._begin(rows, len(rows))
             self._run(session.units.step_program(len(rows), self._clip), "step")
         session.stepping()
@@ -370,7 +370,7 @@ class SpilledArray:
         large, others = self._large_apart(batches)
         usual = self._usual
         try:
-            for mine in by_layout(others) if any(b is not None for b in others) else ():
+            for mine in by_layout(others):
                 self._usual = layout_of(next(batch for batch in mine if batch is not None))
                 self._evaluate(mine, found)
         finally:
@@ -486,7 +486,7 @@ def by_layout(batches: Row) -> list[Row]:
     layouts = [None if batch is None else layout_of(batch) for batch in batches]
     found = [layout for layout in dict.fromkeys(layouts) if layout is not None]
     pairs = list(zip(batches, layouts, strict=True))
-    return [[b if mine == one else None for b, mine in pairs] for one in found] or [batches]
+    return [[b if mine == one else None for b, mine in pairs] for one in found]
 
 
 def _copy(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]) -> None:

@@ -214,10 +214,9 @@ class Measurer:
         return self._bench
 
     def _measure_array_shards(self, order: MeasureArrayShards) -> MeasuredArrayShards:
-        trial = order.trial.number
         with eagerly():
             bench = self._bench_of(order.trials)
-            return MeasuredArrayShards(trial, *bench.shards(order))
+            return bench.shards(order)
 
     # -- measure --------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shoal.core.spec import NO_BYTES, NO_SECONDS, HyperParameters, PassKind, ShardSpec, TrialSpec
+from shoal.core.spec import HyperParameters, PassKind, ShardSpec, TrialSpec
 from shoal.core.units import Bytes, Seconds
 from shoal.data.sources import batch_bytes
 from shoal.device import Device
@@ -70,25 +70,19 @@ from shoal.runtime.measuring.readying import (
 )
 from shoal.runtime.measuring.slices import in_slice, waited_s
 from shoal.runtime.measuring.stackedmeasure import SlotsRaise, StackedMeasure
-from shoal.runtime.messages import ArrayTry, MeasureArray, MeasureArrayShards, TimeArray
+from shoal.runtime.messages import (
+    ArrayTry,
+    MeasureArray,
+    MeasureArrayShards,
+    MeasuredArrayShards,
+    TimeArray,
+)
 
 TRIED = 4  # trials that are compared, one step as an array with one step of each alone
 COMPARED_S = 1.0  # and the others of an array too, where that takes no longer
 LONE_ROUNDS = 5  # of a trial alone that has no room beside the array
 MOST_RAISING = 3  # times that batches are passed over of which a trial's code raises
 LONG_S = 0.5  # a contender with longer slices is timed in one round
-
-
-class Shards(NamedTuple):
-    """Of an array, or why it has none: what ``MeasuredArrayShards`` tells."""
-
-    found: tuple[ShardSpec, ...]
-    declined: str
-    is_over: bool = False
-    build_s: Seconds = NO_SECONDS
-    passes: float = 1.0
-    lengths: str = ""
-    batch_bytes: Bytes = NO_BYTES
 
 
 class _Ready(NamedTuple):
@@ -436,7 +430,7 @@ class ArrayBench:
 
     # -- in shards --------------------------------------------------------------------
 
-    def shards(self, order: MeasureArrayShards) -> Shards:
+    def shards(self, order: MeasureArrayShards) -> MeasuredArrayShards:
         """An array in shards; why there is none, in words."""
         crowd, trial, width = self._crowd, self._first, order.width
         self._works, self._alone = (), None
@@ -451,13 +445,21 @@ class ArrayBench:
             lengths = crowd.lengths(width)
             passes = passes_of(crowd.steps(width)) if order.varies else 1.0
             size = Bytes(sum(map(batch_bytes, batches)))
-            return Shards(found, "", False, build_s, passes, lengths, size)
+            return MeasuredArrayShards(
+                trial.number,
+                found,
+                build_s=build_s,
+                passes=passes,
+                lengths=lengths,
+                batch_bytes=size,
+            )
         except Declined as error:
-            return Shards((), str(error))
+            return MeasuredArrayShards(trial.number, declined=str(error))
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            return Shards((), first_line(error), is_over=True)
+            words = first_line(error)
+            return MeasuredArrayShards(trial.number, declined=words, is_over=True)
 
     def _shards_of_longest(
         self, order: MeasureArrayShards, chain: Chain
