@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import tempfile
 import time
 from collections.abc import Iterator
@@ -61,7 +62,8 @@ class Watch:
     def __call__(self, event: Event) -> None:
         if isinstance(event, WorkerStarted):
             self.pid = event.pid
-            self.before_bytes += processes.own_bytes(event.pid)
+            _, *others = processes.family(os.getpid())
+            self.before_bytes += sum(map(processes.own_bytes, others))
         if isinstance(event, PeakMeasured):
             self.peak = event
         if isinstance(event, StepFinished):

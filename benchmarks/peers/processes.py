@@ -14,29 +14,38 @@ def cpu_seconds(pid: int | None = None) -> float:
     return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
 
 
-def status(pid: int | None = None) -> dict[str, int]:
-    """``VmHWM``, ``RssAnon``, ``RssShmem`` and the like, in bytes."""
-    lines = (line.split() for line in _proc(pid, "status").read_text().splitlines())
-    return {words[0][:-1]: int(words[1]) * 1024 for words in lines if words[-1] == "kB"}
+def highest_bytes(pid: int) -> int:
+    """The most that was ever resident of a process, libraries and shared memory included."""
+    return _sizes(pid, "status").get("VmHWM", 0)
 
 
 def own_bytes(pid: int | None = None) -> int:
-    """Memory of a process that no file on disk backs: not its libraries."""
-    found = status(pid)
-    return found.get("RssAnon", 0) + found.get("RssShmem", 0)
+    """Memory of a process that no file on disk backs: not its libraries.
+
+    Of what it shares with others (a study's homes, what a forked worker has of its server) its
+    part, so that the sum over a family counts each page once.
+    """
+    found = _sizes(pid, "smaps_rollup")
+    return found.get("Pss_Anon", 0) + found.get("Pss_Shmem", 0)
+
+
+def _sizes(pid: int | None, name: str) -> dict[str, int]:
+    """The lines of a book that are sizes, in bytes."""
+    lines = (line.split() for line in _proc(pid, name).read_text().splitlines())
+    return {words[0][:-1]: int(words[1]) * 1024 for words in lines if words[-1] == "kB"}
 
 
 def family(pid: int) -> list[int]:
-    """A process and shoal's workers among its children.
+    """A process, and of its children and theirs those that shoal started: servers and workers.
 
     Not what else it starts for an instant: DeepSpeed runs compilers to see what it could build.
     """
-    return [pid, *(child for child in _children(pid) if _is_worker(child))]
+    return [pid, *(one for child in _children(pid) if _is_ours(child) for one in family(child))]
 
 
-def _is_worker(pid: int) -> bool:
+def _is_ours(pid: int) -> bool:
     try:
-        return b"shoal.runtime.worker" in _proc(pid, "cmdline").read_bytes()
+        return b"shoal." in _proc(pid, "cmdline").read_bytes()
     except OSError:
         return False
 
@@ -58,7 +67,7 @@ class MemoryWatch:
 
     ``peak_rss_bytes`` is the sum of each process's own highest resident set, libraries and
     shared memory counted in each. ``peak_own_bytes`` is the most at one time of what no file
-    backs; shared memory is in it once, as much as the process that has most of it.
+    backs, shared memory once.
     """
 
     def __init__(self, pid: int) -> None:
@@ -67,17 +76,14 @@ class MemoryWatch:
         self.peak_own_bytes = 0
 
     def look(self) -> None:
-        found = {}
+        own = 0
         for pid in family(self._pid):
             try:
-                found[pid] = status(pid)
+                own += own_bytes(pid)
+                self._highest[pid] = max(self._highest.get(pid, 0), highest_bytes(pid))
             except OSError:
                 continue  # it has ended
-        for pid, fields in found.items():
-            self._highest[pid] = max(self._highest.get(pid, 0), fields.get("VmHWM", 0))
-        private = sum(fields.get("RssAnon", 0) for fields in found.values())
-        shared = max((fields.get("RssShmem", 0) for fields in found.values()), default=0)
-        self.peak_own_bytes = max(self.peak_own_bytes, private + shared)
+        self.peak_own_bytes = max(self.peak_own_bytes, own)
 
     @property
     def peak_rss_bytes(self) -> int:

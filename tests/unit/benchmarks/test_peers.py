@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +24,7 @@ def _load(name: str) -> ModuleType:
     return module
 
 
-held, pace, report = _load("held"), _load("pace"), _load("report")
+held, pace, processes, report = map(_load, ("held", "pace", "processes", "report"))
 
 
 # -- held bytes ----------------------------------------------------------------------------
@@ -174,3 +176,28 @@ def test_what_was_not_run_says_why_in_the_table():
     assert "| peer | not run: RuntimeError: no | " in report.table(
         {"peer": {"not_run": "RuntimeError: no"}}
     )
+
+
+# -- processes -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server():
+    """A process by the name of shoal's server, with one forked from it, as a worker is."""
+    code = "import os, sys; os.fork(); os.write(1, b'.'); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, "shoal.forkserver"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        assert process.stdout.read(2) == b".."
+        yield process
+        process.stdin.close()
+
+
+def test_a_worker_that_was_forked_by_a_server_is_of_the_family(server):
+    assert server.pid in processes.family(os.getpid())
+
+    _, forked = processes.family(server.pid)
+
+    assert 0 < processes.own_bytes(forked) < processes.highest_bytes(forked)
