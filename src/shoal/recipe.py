@@ -441,6 +441,10 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 def tensors_of(batch: Batch) -> list[Tensor]:
     """The tensors of a batch of any containers, in order."""
+    if isinstance(batch, Tensor):
+        return [batch]
+    if type(batch) in (tuple, list):  # quicker than a pytree, and most batches are
+        return [tensor for item in batch for tensor in tensors_of(item)]
     found: list[Tensor] = []
     for leaf in tree_leaves(batch):
         if isinstance(leaf, Tensor):

@@ -17,7 +17,7 @@ from shoal.bound import clip_limit
 from shoal.core.technique import Resident
 from shoal.memory.layout import split_bytes
 from shoal.program.ir import Action, Op
-from shoal.recipe import Batch, evaluate_metrics
+from shoal.recipe import Batch, evaluate_metrics, tensors_of
 from shoal.runtime.binding import Placed
 from shoal.runtime.task import Task
 from shoal.runtime.tenant import Tenant
@@ -236,13 +236,3 @@ class Compute:
             most = max(split_bytes(own, names) for own, cut in pieces for _, names in cut)
             self._master = torch.empty(most, dtype=torch.uint8)
         return self._master
-
-
-def tensors_of(batch: Any) -> list[Tensor]:
-    """The tensors of a batch of any containers."""
-    if isinstance(batch, Tensor):
-        return [batch]
-    if type(batch) in (tuple, list):  # quicker than a pytree, and most batches are
-        return [tensor for item in batch for tensor in tensors_of(item)]
-    leaves = torch.utils._pytree.tree_leaves(batch)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]

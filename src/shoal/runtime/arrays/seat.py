@@ -42,12 +42,11 @@ from shoal.habits import trained
 from shoal.memory.ledger import Ledger
 from shoal.partition.track import AllocationTracker
 from shoal.program.ir import Op
-from shoal.recipe import read_data, to_device
+from shoal.recipe import read_data, tensors_of, to_device
 from shoal.rng import capture_rng, restore_rng
 from shoal.runtime.arrays.onebase import require_untouched
 from shoal.runtime.arrays.spilled import SpilledArray
 from shoal.runtime.binding import is_stored, place_on_host
-from shoal.runtime.compute import tensors_of
 from shoal.runtime.measuring.describe import first_batch
 from shoal.runtime.messages import LeaseOver
 from shoal.runtime.saving import checkpoint

@@ -14,9 +14,8 @@ from shoal.fusion.likeness import close
 from shoal.fusion.member import Member, in_streams
 from shoal.partition.chain import Chain
 from shoal.partition.transplant import transplanted
-from shoal.recipe import to_device
+from shoal.recipe import tensors_of, to_device
 from shoal.rng import RngState
-from shoal.runtime.compute import tensors_of
 from shoal.runtime.measuring.meter import HOST, Meter, copied_to
 from shoal.runtime.measuring.visiting import Visits
 from shoal.runtime.units import ChainUnits

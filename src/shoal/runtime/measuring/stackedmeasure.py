@@ -36,11 +36,10 @@ from shoal.fusion.unplaced import Unplaced
 from shoal.memory.store import same_bits
 from shoal.partition.chain import Chain
 from shoal.partition.track import AllocationTracker
-from shoal.recipe import to_device
+from shoal.recipe import tensors_of, to_device
 from shoal.rng import RngState
 from shoal.runtime.arrays.micro import Result, StackedMicro
 from shoal.runtime.arrays.units import StackedUnits
-from shoal.runtime.compute import tensors_of
 from shoal.runtime.measuring.loneunits import lone_pass_in_shards, unlike
 from shoal.runtime.measuring.meter import HOST, Meter, copied_to, stored_bytes
 from shoal.runtime.measuring.visiting import Visits

@@ -47,13 +47,13 @@ from shoal.recipe import (
     Recipe,
     epoch_length,
     read_data,
+    tensors_of,
     to_device,
 )
 from shoal.runtime.arrays.spilled import chain_for
 from shoal.runtime.capture.captured import PROOFS
 from shoal.runtime.capture.captures import Captures
 from shoal.runtime.capture.cudagraph import REPEATS
-from shoal.runtime.compute import tensors_of
 from shoal.runtime.measuring.counting import sparse_gradient_of
 from shoal.runtime.measuring.crowd import LEARNS, TIMED, Crowd
 from shoal.runtime.measuring.describe import FEW_ROWS, first_rows
