@@ -252,9 +252,7 @@ class Session:
     def _write_initial(self) -> None:
         for shard in self.layout.shards:
             write_params(self.region.bytes, shard, self.binding.params)
-        places = views(self.region.bytes, self.layout.buffers, self.layout.buffers_at)
-        for name, place in places.items():
-            keep(name, place, get(locate(self.model, name)))
+        self.put_buffers_back()
         self._settle_states()
 
     def rest(self) -> None:
@@ -282,7 +280,7 @@ class Session:
                 owner._buffers[leaf] = here
 
     def put_buffers_back(self, names: Collection[str] | None = None) -> None:
-        """Write the device's buffers, or those of these names, to the host region."""
+        """Write the model's buffers, or those of these names, to the host region."""
         places = views(self.region.bytes, self.layout.buffers, self.layout.buffers_at)
         for name, place in places.items():
             if names is None or name in names:
