@@ -24,7 +24,21 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from shoal.core.errors import TrialError
+
 PLACE_BYTES = 16  # of the widest number there is
+
+
+def not_finite(loss: float, step: int, whose: str = "") -> TrialError:
+    """What is raised before a step, counted from 1, whose loss is infinite or NaN.
+
+    ``whose``: in words, where it is not all of the trial's.
+    """
+    of = f" of {whose}" if whose else ""
+    return TrialError(
+        f"the loss of step {step} is {loss}{of}; the trial stops before the step. Lower the "
+        "learning rate, clip the gradients, or pass Recipe(on_nonfinite='ignore') to train on."
+    )
 
 
 class Readback(Protocol):

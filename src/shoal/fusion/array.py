@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shoal.core.errors import TrialError
+from shoal.device.losses import not_finite
 from shoal.fusion.admission import require_signature, shared_signature, shell
 from shoal.fusion.batches import elements_of, layout_of, moved_together
 from shoal.fusion.compiled import CompiledBackend
@@ -362,11 +362,7 @@ class Array:
             member = self._crew.members[slot]
             counts = tally.counts[slot] and slot not in tally.failures
             if counts and not math.isfinite(mean) and member.recipe.on_nonfinite == "fail":
-                failures[slot] = TrialError(
-                    f"the loss of step {member.step + 1} is {mean}; the trial stops before the "
-                    "step. Lower the learning rate, clip the gradients, or pass "
-                    "Recipe(on_nonfinite='ignore') to train on."
-                )
+                failures[slot] = not_finite(mean, member.step + 1)
         return failures
 
     # -- evaluation --------------------------------------------------------------------

@@ -21,7 +21,7 @@ from shoal.core.plan import Job
 from shoal.core.spec import HyperParameters
 from shoal.core.technique import Captured, Spilled, kept_shards, steps_on_host
 from shoal.data import Feed
-from shoal.device.losses import Losses, readback_of
+from shoal.device.losses import Losses, not_finite, readback_of
 from shoal.habits import habits_of, trained, unfreezes
 from shoal.memory.chunks import chunk_names
 from shoal.memory.layout import TrialLayout, lenders
@@ -542,11 +542,7 @@ class Session:
         self.losses = Losses(self._readback, self._nonfinite if fails else None)
 
     def _nonfinite(self, value: float) -> TrialError:
-        return TrialError(
-            f"the loss of step {self.step + 1} is {value}; the trial stops before the step. "
-            "Lower the learning rate, clip the gradients, or pass "
-            "Recipe(on_nonfinite='ignore') to train on."
-        )
+        return not_finite(value, self.step + 1)
 
     def told(self, error: BaseException) -> BaseException:
         """What its code raised, which says so if that was in a validation."""

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from shoal.bound import clip_limit
-from shoal.core.errors import TrialError
 from shoal.core.plan import Job
+from shoal.device.losses import not_finite
 from shoal.fusion.array import read_now
 from shoal.fusion.finish import clip_stacked_factor, scale_stacked, stacked_norm
 from shoal.fusion.fused import is_out_of_memory
@@ -265,11 +265,7 @@ class StackedSession:
         means = self.means()
         for slot in sorted(took_part):
             if not math.isfinite(means[slot]) and self.recipe.on_nonfinite == "fail":
-                self.failures[slot] = TrialError(
-                    f"the loss of step {self.trials[slot].step + 1} is {means[slot]}; the trial "
-                    "stops before the step. Lower the learning rate, clip the gradients, or pass "
-                    "Recipe(on_nonfinite='ignore') to train on."
-                )
+                self.failures[slot] = not_finite(means[slot], self.trials[slot].step + 1)
         return sorted(took_part - self.failures.keys())
 
     def failing(self, slot: int) -> _Failing:

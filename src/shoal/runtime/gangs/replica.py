@@ -7,6 +7,7 @@ out as any trial's, and what it holds may go on in any technique.
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from shoal.bound import clip_limit
 from shoal.core.errors import TrialError
 from shoal.device import Device
+from shoal.device.losses import not_finite
 from shoal.habits import trained
 from shoal.partition.track import AllocationTracker
 from shoal.recipe import Batch, evaluate_metrics
@@ -146,12 +148,9 @@ class Replica:
         return loss
 
     def _check(self, loss: float) -> None:
-        if self._session.recipe.on_nonfinite == "fail" and loss - loss != 0.0:
-            raise TrialError(
-                f"the loss of step {self._session.step + 1} is {loss} of the rows of replica "
-                f"{self._rank}; the trial stops before the step. Lower the learning rate, clip "
-                "the gradients, or pass Recipe(on_nonfinite='ignore') to train on."
-            )
+        if self._session.recipe.on_nonfinite == "fail" and not math.isfinite(loss):
+            whose = f"the rows of replica {self._rank}"
+            raise not_finite(loss, self._session.step + 1, whose)
 
     def used(self) -> object:
         """What of the parameters a batch has used, to be compared with other replicas'."""
