@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shoal.core.profile import Direction
+from shoal.core.technique import asks_by_shard
 from shoal.core.turns import Upload
 from shoal.device import Device
 from shoal.memory.layout import Arena
@@ -59,7 +60,7 @@ class Copies:
         self._late: Tensor | None = None  # the late slots, while there are any
         self._under: dict[int, Placed] = {}  # of shards in late slots: what was placed before
         self._units, self._device = session.units, session.device
-        self._by_shard = getattr(session.job.technique, "order", None) == "shard"
+        self._by_shard = asks_by_shard(session.job.technique)
         is_cuda = self._device.type == "cuda"
         self._room = WaitingRoom(planned_places(session.job), pin=is_cuda)
         self._moved: dict[int, list[tuple[Cell, Tensor]]] = {}  # shard -> what, and its copy there

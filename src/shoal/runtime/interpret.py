@@ -37,6 +37,7 @@ from typing import Generic, TypeVar
 from torch import Tensor
 
 from shoal.core.errors import CapacityError
+from shoal.core.technique import steps_on_host
 from shoal.core.turns import Upload
 from shoal.core.units import Bytes
 from shoal.device import Device, Event, Lane
@@ -586,8 +587,7 @@ class Seat(Generic[T]):
         self._synced = None
         self._saved.clear()
         self.compute.end_step()
-        technique = self.session.job.technique
-        if getattr(technique, "optimizer", "device") == "host":
+        if steps_on_host(self.session.job.technique):
             self._advanced = self._lane.host.submit(self.session.advance_schedule)
             self._in_flight.append((self._advanced, ()))
         else:

@@ -19,7 +19,13 @@ from shoal.bound import bound
 from shoal.core.errors import NarrowError, TrialError
 from shoal.core.plan import Job
 from shoal.core.spec import HyperParameters
-from shoal.core.technique import Captured, Spilled, kept_shards, steps_on_host
+from shoal.core.technique import (
+    Captured,
+    Spilled,
+    asks_by_shard,
+    kept_shards,
+    steps_on_host,
+)
 from shoal.data import Feed
 from shoal.device.losses import Losses, not_finite, readback_of
 from shoal.habits import habits_of, trained, unfreezes
@@ -84,7 +90,7 @@ class Session:
         self.hp = HyperParameters(job.hp)
         self.recipe = recipe = bound(recipe, self.hp)
         self.job, self.settings, self.device = job, settings, device
-        self._by_shard = getattr(job.technique, "order", None) == "shard"
+        self._by_shard = asks_by_shard(job.technique)
         seed_all(job.seed)
         self.model = build_model(recipe, self.hp)
         self.modes = Modes(recipe, self.model)
