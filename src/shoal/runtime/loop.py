@@ -12,7 +12,6 @@ import pickle
 import queue
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 from shoal.core.event import pack_event
 from shoal.core.seams import Candidate
@@ -438,9 +437,7 @@ class DeviceLoop:
         if session.ended:
             if self._saver.is_writing(seat.trial):
                 return False
-            outcome = self._saver.wait(seat.trial)
-            assert outcome is not None
-            over = replace(over, checkpoint=outcome.path, trouble=outcome.trouble)
+            over = self._saver.with_generation(over)
         pickle.dumps(over)  # a schedule that cannot travel fails its trial here, alone
         self._dismiss(seat.trial)
         self._handed_over(session, over)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import pickle
 from collections.abc import Callable
-from dataclasses import replace
 
 from shoal.core.plan import ArrayPlace
 from shoal.core.seams import Candidate
@@ -218,9 +217,7 @@ class ArrayDesk:
                 return
         over = seated.over
         if session.ended:
-            outcome = self._saver.wait(trial)
-            assert outcome is not None
-            over = replace(over, checkpoint=outcome.path, trouble=outcome.trouble)
+            over = self._saver.with_generation(over)
         pickle.dumps(over)  # a schedule that cannot travel fails its trial here, alone
         self.dismiss(trial)
         self._handed_over(session, over)

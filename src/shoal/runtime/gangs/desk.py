@@ -11,7 +11,6 @@ import pickle
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 from shoal.core.errors import CapacityError, ShoalError
 from shoal.core.plan import Job
@@ -256,9 +255,7 @@ class StageDesk:
             return
         over = self._over[trial]
         if session.ended:
-            outcome = self._saver.wait(trial)
-            assert outcome is not None
-            over = replace(over, checkpoint=outcome.path, trouble=outcome.trouble)
+            over = self._saver.with_generation(over)
         try:
             pickle.dumps(over)  # a schedule that cannot travel fails its trial here, alone
         except Exception as error:

@@ -20,12 +20,12 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shoal.core.errors import StorageError
 from shoal.core.event import CheckpointWritten, Event, StorageFailed
 from shoal.core.studyfiles import generation_name
-from shoal.runtime.messages import Settings
+from shoal.runtime.messages import LeaseOver, Settings
 from shoal.runtime.saving import checkpoint
 from shoal.runtime.saving.checkpoint import Content
 from shoal.storage.generations import Generations
@@ -150,6 +150,12 @@ class Saver:
             return None
         self._sit_out(writing)
         return writing.result()
+
+    def with_generation(self, over: LeaseOver) -> LeaseOver:
+        """The word of a trial that has ended, with its last generation, once that is written."""
+        outcome = self.wait(over.trial)
+        assert outcome is not None
+        return replace(over, checkpoint=outcome.path, trouble=outcome.trouble)
 
     def _sit_out(self, writing: Future[Outcome]) -> None:
         """Wait until it is over; how it went is told to its own trial."""
