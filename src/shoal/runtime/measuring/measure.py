@@ -20,13 +20,7 @@ from torch import nn
 from shoal.bench.link import glance
 from shoal.bound import bound
 from shoal.core.errors import PlanError, TrialError
-from shoal.core.spec import (
-    ALIGNMENT,
-    HyperParameters,
-    JobMeasure,
-    ShardSpec,
-    TrialSpec,
-)
+from shoal.core.spec import ALIGNMENT, HyperParameters, JobMeasure, ShardSpec, TrialSpec
 from shoal.core.units import Bytes, Seconds, round_up
 from shoal.data import host_bytes, rule_of
 from shoal.data.sources import batch_bytes
@@ -52,17 +46,11 @@ from shoal.partition.measure import (
 )
 from shoal.partition.narrow import find_narrow
 from shoal.partition.pilot import PilotReport, pilot
+from shoal.partition.preserve import drop_gradients
 from shoal.partition.visitors import There, buffers_on, everywhere, visits_of
 from shoal.pystate import ambient
 from shoal.pystate.attributes import Attributes
-from shoal.recipe import (
-    Batch,
-    Recipe,
-    build_model,
-    epoch_length,
-    read_data,
-    to_device,
-)
+from shoal.recipe import Batch, Recipe, build_model, epoch_length, read_data, to_device
 from shoal.replicas import cut_for_replicas
 from shoal.rng import seed_all
 from shoal.runtime.capture.captures import Captures
@@ -119,7 +107,7 @@ BENCH_S = 120.0
 
 
 class Measurer:
-    """Answers Describe, Measure and MeasureShards in a worker.
+    """Answers the orders that train nothing in a worker.
 
     Attributes:
         note: Called with the trial whose code runs, None when it is over.
@@ -401,36 +389,19 @@ class Measurer:
         self, built: Built, whole: JobMeasure, *, narrow: bool, halves: bool
     ) -> JobMeasure:
         """The chain, compared with the module, and its layers; or why there is none."""
-        if self._device.torch_device.type == "cuda" and (name := draws_in_cudnn(built.model)):
-            note = (
-                f"cuDNN draws the dropout of {name!r}, and a forward that ran again in a shard "
-                "would have another mask: dropout=0 there and an nn.Dropout behind it can be cut, "
-                "or torch.backends.cudnn.enabled = False"
-            )
-            return replace(whole, cuttable=False, notes=(*whole.notes, note))
-        for parameter in built.model.parameters():
-            parameter.grad = None
-        if any(built.habits):
-            what = "draws random numbers" if built.habits.draws else "touches parameters"
-            note = f"the code of its schedule {what}, which shards have elsewhere when it steps"
-            return replace(whole, cuttable=False, notes=(*whole.notes, note))
-        if note := away_from(self._recipe, HyperParameters(built.trial.hp), built.model):
-            return replace(whole, cuttable=False, notes=(*whole.notes, note))
-        if names := self._changes:
-            note = why_changes_matter(self._recipe, built.trial, built.batch, names)
-            if note:
-                return replace(whole, cuttable=False, notes=(*whole.notes, note))
+
+        def uncut(*notes: str) -> JobMeasure:
+            return replace(whole, cuttable=False, notes=(*whole.notes, *notes))
+
+        drop_gradients(built.model)
+        if note := self._why_whole(built):
+            return uncut(note)
         report = self._pilot(built)
         if report.chain is None:
-            return replace(whole, cuttable=False, notes=(*whole.notes, *report.notes))
-        why_not = written_and_shared(report.chain) or step_draws(self._recipe, built, self._here)
-        coupling = Coupling(why_not, by_tensor=False) if why_not else None
-        if coupling is None:
-            owned = [list(report.chain.parameters_of(n)) for n in range(report.chain.num_layers)]
-            coupling = coupling_of(self._recipe, built.trial, owned, built.optimizer)
+            return uncut(*report.notes)
+        coupling = self._coupling(built, report.chain)
         if coupling.why:
-            notes = (*whole.notes, *report.notes, coupling.why)
-            return replace(whole, cuttable=False, notes=notes)
+            return uncut(*report.notes, coupling.why)
         self._chain, self._by_tensor = report.chain, coupling.by_tensor
         hp = HyperParameters(built.trial.hp)
         self.chains.keep(report.chain, hp, self._key)
@@ -464,6 +435,31 @@ class Measurer:
             narrow=self._narrow,
             written=written_parameters(self._chain),
         )
+
+    def _why_whole(self, built: Built) -> str:
+        """Why no chain is looked for, whatever the model consists of; empty if one is."""
+        if self._device.torch_device.type == "cuda" and (name := draws_in_cudnn(built.model)):
+            return (
+                f"cuDNN draws the dropout of {name!r}, and a forward that ran again in a shard "
+                "would have another mask: dropout=0 there and an nn.Dropout behind it can be cut, "
+                "or torch.backends.cudnn.enabled = False"
+            )
+        if any(built.habits):
+            what = "draws random numbers" if built.habits.draws else "touches parameters"
+            return f"the code of its schedule {what}, which shards have elsewhere when it steps"
+        if note := away_from(self._recipe, HyperParameters(built.trial.hp), built.model):
+            return note
+        if not self._changes:
+            return ""
+        return why_changes_matter(self._recipe, built.trial, built.batch, self._changes)
+
+    def _coupling(self, built: Built, chain: Chain) -> Coupling:
+        """Whether layers may step one after another, and tensors too."""
+        why_not = written_and_shared(chain) or step_draws(self._recipe, built, self._here)
+        if why_not:
+            return Coupling(why_not, by_tensor=False)
+        owned = [list(chain.parameters_of(layer)) for layer in range(chain.num_layers)]
+        return coupling_of(self._recipe, built.trial, owned, built.optimizer)
 
     def _pilot(self, built: Built) -> PilotReport:
         """The chain, compared with the module where the model is.
