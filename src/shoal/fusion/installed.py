@@ -73,6 +73,14 @@ def installed(places: Places, tensors: Mapping[str, Tensor]) -> Iterator[dict[st
         _refresh(places.recurrent)
 
 
+def swap_buffers(module: nn.Module, by_id: Mapping[int, Tensor]) -> None:
+    """Have others in the places of a module's buffers: for each ``id`` the one to be there."""
+    for child in module.modules():
+        for key, held in child._buffers.items():
+            if held is not None:
+                child._buffers[key] = by_id.get(id(held), held)
+
+
 @contextmanager
 def frozen_stay(parameters: Iterable[Tensor]) -> Iterator[None]:
     """What is frozen is so afterwards: an array has no gradients for it.

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from shoal.core import arraykeys
 from shoal.fusion.declined import Declined
+from shoal.fusion.installed import swap_buffers
 from shoal.fusion.level import like_alone
 
 
@@ -53,25 +54,20 @@ class Stacked:
         *,
         one_base: bool = False,
     ) -> None:
-        first = modules[0]
-        width = len(modules)
+        first, width = modules[0], len(modules)
         named = dict(first.named_parameters())
         self.base = base_in(named) if one_base else frozenset()
-        self.parameters = {
-            name: self._once(width, parameter.detach(), device)
-            if name in self.base
-            else like_alone(width, parameter.detach(), device)
-            for name, parameter in named.items()
-        }
+        self.parameters = {n: self._block(n, width, p.detach(), device) for n, p in named.items()}
         self.buffers = {name: like_alone(width, b, device) for name, b in first.named_buffers()}
         for slot, module in enumerate(modules):
             self.take(slot, module)
-        for name, parameter in first.named_parameters():
+        for name, parameter in named.items():
             self.parameters[name].requires_grad_(parameter.requires_grad)
 
-    @staticmethod
-    def _once(width: int, one: Tensor, device: torch.device | None) -> Tensor:
-        """A block whose rows are all the same memory, with the bits of ``one``."""
+    def _block(self, name: str, width: int, one: Tensor, device: torch.device | None) -> Tensor:
+        """Rows for a parameter like ``one``; of the base they are one memory, with its bits."""
+        if name not in self.base:
+            return like_alone(width, one, device)
         own = like_alone(1, one, device)
         own[0].copy_(one)
         return own[0].expand(width, *one.shape)
@@ -141,10 +137,7 @@ class Stacked:
                 if buffer.data_ptr() != row.data_ptr() or buffer.shape != row.shape:
                     row.copy_(buffer)
                 rows[id(buffer)] = row
-        for child in module.modules():
-            for key, held in child._buffers.items():
-                if held is not None:
-                    child._buffers[key] = rows.get(id(held), held)
+        swap_buffers(module, rows)
 
     def let_go(self, module: nn.Module) -> None:
         """Give a module tensors of its own again, with the same bits; but the base, as it was."""
@@ -153,11 +146,10 @@ class Stacked:
                 if name not in self.base:
                     parameter.data = parameter.detach().clone()
                 parameter.grad = None
-            own = {id(buffer): buffer.detach().clone() for buffer in module.buffers()}
-        for child in module.modules():
-            for key, held in child._buffers.items():
-                if held is not None:
-                    child._buffers[key] = own[id(held)]
+        self._let_go_of_buffers(module)
+
+    def _let_go_of_buffers(self, module: nn.Module) -> None:
+        swap_buffers(module, {id(b): b.detach().clone() for b in module.buffers()})
 
 
 def _are_alike(one: Tensor, other: Tensor) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.fusion.dryrun import TOLERANCE
+from shoal.fusion.installed import swap_buffers
 from shoal.fusion.likeness import close
 from shoal.fusion.member import Member, in_streams
 from shoal.partition.chain import Chain
@@ -51,7 +52,7 @@ def lone_pass_in_shards(
     home = {name: parameter.data for name, parameter in module.named_parameters()}
     module.train()
     with meter.hold(module.buffers(), tensors_of(batch)):
-        _move_buffers(module, where)
+        swap_buffers(module, {id(b): b.to(where, copy=True) for b in module.buffers()})
         with in_streams(member, where):
             micro = units.begin(to_device(batch, where))
             visits = Visits(
@@ -95,14 +96,6 @@ def _run(
 def _point(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         module.get_parameter(name).data = tensor
-
-
-def _move_buffers(module: nn.Module, device: torch.device) -> None:
-    moved: dict[int, Tensor] = {}
-    for child in module.modules():
-        for key, held in child._buffers.items():
-            if held is not None:
-                child._buffers[key] = moved.setdefault(id(held), held.to(device, copy=True))
 
 
 def unlike(
