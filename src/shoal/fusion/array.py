@@ -27,7 +27,7 @@ from shoal.device.losses import not_finite
 from shoal.fusion.admission import require_signature, shared_signature, shell
 from shoal.fusion.batches import elements_of, layout_of, moved_together
 from shoal.fusion.compiled import CompiledBackend
-from shoal.fusion.crew import ArrayBackend, Crew, Trained
+from shoal.fusion.crew import ArrayBackend, Crew, Trained, taking_part
 from shoal.fusion.declined import Declined
 from shoal.fusion.finish import Finisher, advance_schedule, names_held
 from shoal.fusion.fused import StackedBackend
@@ -71,7 +71,7 @@ class _Tally:
     def add(self, taking: Sequence[bool], trained: Trained, *, is_alone: bool) -> None:
         self.failures.update(trained.failures)
         losses = trained.losses.tolist()
-        for slot in (s for s, is_taking in enumerate(taking) if is_taking):
+        for slot in taking_part(taking):
             self.totals[slot] += losses[slot]
             self.counts[slot] += 1
             (self.apart if is_alone else self.together).add(slot)
@@ -222,7 +222,7 @@ class Array:
     @property
     def occupied(self) -> tuple[int, ...]:
         """Slots with a trial."""
-        return tuple(slot for slot, is_in in enumerate(self._occupied) if is_in)
+        return tuple(taking_part(self._occupied))
 
     def member(self, slot: int) -> Member:
         """The trial in a slot; its tensors are the array's rows."""
@@ -339,8 +339,7 @@ class Array:
         scale = 1 / self._crew.members[0].recipe.accumulate
         for layout in dict.fromkeys(layout for layout in layouts if layout is not None):
             taking = [mine == layout for mine in layouts]
-            slots = [slot for slot, is_taking in enumerate(taking) if is_taking]
-            with gathered.adding(slots):
+            with gathered.adding(taking_part(taking)):
                 trained = self.backend.train(self._crew, moved, taking, scale)
             tally.add(taking, trained, is_alone=False)
 
@@ -405,14 +404,14 @@ class Array:
         layouts = [layout_of(b) if a else None for b, a in zip(moved, active, strict=True)]
         for layout in {layout for layout in layouts if layout is not None}:
             taking = [mine == layout for mine in layouts]
-            for slot in (s for s, is_taking in enumerate(taking) if is_taking):
+            for slot in taking_part(taking):
                 if self._own is not None or self.is_large(slot, layout):
                     results[slot] = self._evaluate_alone(slot, moved[slot])
                     taking[slot] = False
             if not any(taking):
                 continue
             found = self.backend.evaluate(self._crew, moved, taking)
-            for slot in (s for s, is_taking in enumerate(taking) if is_taking):
+            for slot in taking_part(taking):
                 recipe = self._crew.members[slot].recipe
                 loss = found.losses[slot]
                 if not recipe.metrics:

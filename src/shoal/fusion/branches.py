@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.fusion.crew import Crew, Trained
+from shoal.fusion.crew import Crew, Trained, taking_part
 from shoal.fusion.declined import Declined
 from shoal.fusion.installed import frozen_stay
 from shoal.fusion.launcher import ByCode, Launcher, LonePass
-from shoal.fusion.loop import LoopBackend, alone, taking_part
+from shoal.fusion.loop import LoopBackend, alone
 
 
 class BranchesBackend(LoopBackend):

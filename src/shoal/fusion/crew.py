@@ -41,6 +41,16 @@ class Crew:
         return known[1]
 
 
+def taking_part(active: Sequence[bool]) -> list[int]:
+    """The slots that do."""
+    return [slot for slot, is_active in enumerate(active) if is_active]
+
+
+def idle_slots(active: Sequence[bool]) -> list[int]:
+    """The others."""
+    return [slot for slot, is_active in enumerate(active) if not is_active]
+
+
 class Trained(NamedTuple):
     """What one batch for every slot came to.
 

@@ -23,9 +23,9 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from shoal.frames import user_line
 from shoal.fusion.batches import combined
-from shoal.fusion.crew import Crew, Evaluated, Steps, Trained, Undo
+from shoal.fusion.crew import Crew, Evaluated, Steps, Trained, Undo, idle_slots, taking_part
 from shoal.fusion.declined import Declined, Disagreement
-from shoal.fusion.idle import idle_slots, nothing_for_idle
+from shoal.fusion.idle import nothing_for_idle
 from shoal.fusion.level import Level, entered
 from shoal.fusion.loop import error_alone
 from shoal.fusion.member import Member
@@ -318,8 +318,8 @@ class StackedBackend:
         """
         found = {
             slot: failure
-            for slot, is_active in enumerate(active)
-            if is_active and (failure := error_alone(crew, slot, batches[slot])) is not None
+            for slot in taking_part(active)
+            if (failure := error_alone(crew, slot, batches[slot])) is not None
         }
         if found:
             return found

@@ -18,13 +18,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from shoal.fusion.crew import idle_slots
+
 NOTHING = -0.0
 """What is added to a gradient and leaves it as it is."""
-
-
-def idle_slots(active: Sequence[bool]) -> list[int]:
-    """Those that take no part."""
-    return [slot for slot, is_active in enumerate(active) if not is_active]
 
 
 @contextmanager

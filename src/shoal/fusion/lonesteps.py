@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from shoal.fusion.crew import Crew
-from shoal.fusion.loop import alone, taking_part
+from shoal.fusion.crew import Crew, taking_part
+from shoal.fusion.loop import alone
 from shoal.fusion.ownsteps import OwnStepped
 from shoal.ownstep import Losses, OwnStep
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.fusion.crew import Crew, Evaluated, Steps, Trained
+from shoal.fusion.crew import Crew, Evaluated, Steps, Trained, taking_part
 from shoal.fusion.declined import Declined
 from shoal.fusion.installed import freeze_again, frozen_stay
 from shoal.fusion.laidup import put_back
@@ -129,8 +129,3 @@ def _train_one(crew: Crew, slot: int, batch: Any, scale: float) -> float:
             _, loss = lone_pass(member, batch, crew.device)
         (loss * scale if scale != 1 else loss).backward()
     return float(loss.detach())
-
-
-def taking_part(active: Sequence[bool]) -> list[int]:
-    """The slots that do."""
-    return [slot for slot, is_active in enumerate(active) if is_active]

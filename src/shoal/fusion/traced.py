@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shoal.fusion.batches import holds_floats, layout_of, rebuilt, stacked_leaves
 from shoal.fusion.constants import constants_of
-from shoal.fusion.crew import Crew, Evaluated, Trained, Undo
+from shoal.fusion.crew import Crew, Evaluated, Trained, Undo, idle_slots, taking_part
 from shoal.fusion.declined import Untraceable
 from shoal.fusion.fused import (
     StackedBackend,
@@ -236,10 +236,8 @@ class TracedBackend(StackedBackend):
             crew.streams.undo()
             undo.put_back(crew.stacked)
             return None
-        if not all(active):
-            undo.put_back(
-                crew.stacked, [s for s, takes_part in enumerate(active) if not takes_part]
-            )
+        if idle := idle_slots(active):
+            undo.put_back(crew.stacked, idle)
         return ran
 
     # -- how one is made ------------------------------------------------------------------
@@ -398,7 +396,7 @@ def _same_rows(pairs: Sequence[tuple[Tensor, Tensor]], active: Sequence[bool]) -
     """Whether stacked tensors have the same bits in the slots that take part."""
     if all(active):
         return all(same_bits(*pair) for pair in pairs)
-    rows = [slot for slot, takes_part in enumerate(active) if takes_part]
+    rows = taking_part(active)
     return all(same_bits(one[slot], other[slot]) for one, other in pairs for slot in rows)
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shoal.fusion.crew import taking_part
 from shoal.fusion.streams import States
 from shoal.partition.wires import Wire
 from shoal.runtime.units import Micro
@@ -61,7 +62,7 @@ class StackedMicro(Micro):
     @property
     def taking(self) -> list[int]:
         """Those that run together."""
-        return [slot for slot, is_active in enumerate(self.active) if is_active]
+        return taking_part(self.active)
 
     def has_wire(self, wire: Any) -> bool:
         """Whether it is on the device, or nobody is to read it any more."""

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from shoal.fusion.crew import Crew
+from shoal.fusion.crew import Crew, idle_slots
 from shoal.fusion.declined import Declined
 from shoal.fusion.fused import filled, first_line, is_out_of_memory, masked
 from shoal.fusion.gathered import require_even
-from shoal.fusion.idle import idle_slots, nothing_for_idle
+from shoal.fusion.idle import nothing_for_idle
 from shoal.fusion.outputs import put_together, taken_apart
 from shoal.fusion.sharded import Inside, Packed, ShardBackend, backward
 from shoal.fusion.streams import States
