@@ -170,7 +170,7 @@ def _passed(
     """One step of copies of these trials as an array; raises Declined."""
     runs = backend or StackedBackend()
     array = Array(copies(members), device=device, backend=runs, one_base=one_base)
-    trained = array.backend.train(array._crew, batches, [True] * len(members), 1.0)
+    trained = array.backend.train(array.crew, batches, [True] * len(members), 1.0)
     return _Pass(array, trained, batches)
 
 
@@ -178,7 +178,7 @@ def _unlike_alone(
     found: _Pass, members: Sequence[Member], batches: Sequence[Any], device: torch.device
 ) -> str:
     array, trained, _ = found
-    array.backend.hand_out(array._crew, range(len(members)))
+    array.backend.hand_out(array.crew, range(len(members)))
     for slot, member in enumerate(members):
         if slot in trained.failures:
             continue  # its own code raises, alone too
@@ -187,7 +187,7 @@ def _unlike_alone(
             _, loss = lone_pass(member, batches[slot], device)
             loss.backward()
         losses = (float(loss.detach()), float(trained.losses[slot]))
-        words = _first_unequal(slot, member, array._crew.members[slot], losses)
+        words = _first_unequal(slot, member, array.member(slot), losses)
         if not words and not _same_streams(array, slot, member):
             words = f"slot {slot}: the array draws other random numbers"
         if words:
