@@ -248,11 +248,9 @@ class ArraySeat:
     def take(self, seated: Seated) -> checkpoint.Content:
         """The state of a trial that trains on, at a step boundary."""
         session = seated.session
-        assert self._array is not None
-        inside = seated.is_inside
         slot = seated.slot
-        drawn = self._array.drawn_until_now([slot])[slot]
-        session.rng = capture_rng(session.device) if inside else drawn
+        drawn = self._members.drawn_until_now([slot])[slot]
+        session.rng = capture_rng(session.device) if seated.is_inside else drawn
         if isinstance(self._array, SpilledArray):
             self._array.save(slot)
         else:
@@ -269,7 +267,7 @@ class ArraySeat:
 
     @property
     def _members(self) -> Array:
-        """Who is in which slot."""
+        """Who is in which slot, and their random streams."""
         assert self._array is not None
         return self._array.array if isinstance(self._array, SpilledArray) else self._array
 
@@ -411,7 +409,7 @@ class ArraySeat:
         for seated in evaluating:
             assert seated.task is not None
             batches[seated.slot] = seated.task.batches[0]
-        before = array.drawn_until_now(seated.slot for seated in evaluating)
+        before = self._members.drawn_until_now(seated.slot for seated in evaluating)
         try:
             found = self._counted(
                 lambda: array.evaluate(batches), [batches], "evaluation", evaluating
@@ -420,7 +418,7 @@ class ArraySeat:
         except CapacityError:
             raise
         except (Exception, SystemExit):
-            array.draw_again(before)
+            self._members.draw_again(before)
             for seated in evaluating:  # whose it was ends that trial alone
                 self._guard(
                     seated.trial,
@@ -431,7 +429,7 @@ class ArraySeat:
         array, slot = self._array, seated.slot
         assert array is not None
         mine = [batch if at == slot else None for at, batch in enumerate(batches)]
-        before = array.drawn_until_now([slot])
+        before = self._members.drawn_until_now([slot])
         try:
             found = array.evaluate(mine)
         except (Exception, SystemExit):  # maybe of a row that takes no part

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,7 +52,7 @@ from shoal.partition.discover import NotCuttable
 from shoal.partition.transplant import obstacle
 from shoal.program.ir import Program
 from shoal.recipe import HP, Recipe, build_model, evaluate_metrics, read_data
-from shoal.rng import RngState, capture_rng, restore_rng, seed_all
+from shoal.rng import capture_rng, restore_rng, seed_all
 from shoal.runtime.arrays.onebase import require_untouched
 from shoal.runtime.arrays.spilledsession import ArrayCompute, Row, StackedSession, row_of
 from shoal.runtime.arrays.units import StackedUnits
@@ -471,14 +471,6 @@ class SpilledArray:
     @property
     def _session(self) -> StackedSession:
         return self.seat.session
-
-    def drawn_until_now(self, slots: Iterable[int]) -> dict[int, RngState]:
-        """As ``Array.drawn_until_now``."""
-        return self.array.drawn_until_now(slots)
-
-    def draw_again(self, states: Mapping[int, RngState]) -> None:
-        """As ``Array.draw_again``."""
-        self.array.draw_again(states)
 
 
 def by_layout(batches: Row) -> list[Row]:
