@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shoal.fusion.batches import leaves_of, rebuilt
 from shoal.fusion.blend import HIDDEN
 from shoal.fusion.declined import Declined
 from shoal.fusion.member import Member
@@ -41,16 +42,8 @@ def _copied(member: Member, memo: dict[int, Any]) -> Member:
 
 def as_double(batch: Any) -> Any:
     """A batch with its floating-point tensors in float64."""
-    if isinstance(batch, Tensor):
-        return batch.double() if batch.is_floating_point() else batch
-    if isinstance(batch, Mapping):
-        values = {key: as_double(value) for key, value in batch.items()}
-        return values if type(batch) is dict else type(batch)(values)  # type: ignore[call-arg]
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(as_double(value) for value in batch))
-    if isinstance(batch, tuple | list):
-        return type(batch)(as_double(value) for value in batch)
-    return batch
+    leaves = leaves_of(batch)
+    return rebuilt(batch, (t.double() if t.is_floating_point() else t for t in leaves))
 
 
 def close(alone: Tensor, found: Tensor, limit: float, scale: float) -> bool:
