@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -118,10 +119,7 @@ class CompiledBackend(TracedBackend):
         if looped := self._known_of(crew).looped:
             raise Untraceable(f"{looped[0]!r} runs slot by slot, which no graph holds")
         masks = tuple(heard.asked)
-        inputs = self._inputs(crew, (), batches, active, 1.0)
-        inputs = Inputs(
-            inputs.parameters, inputs.buffers, inputs.leaves, heard.drawn, inputs.weights
-        )
+        inputs = replace(self._inputs(crew, (), batches, active, 1.0), masks=heard.drawn)
         if kept.graph is None:
             with torch.enable_grad():
                 graph, _ = self._captured(crew, inputs, filled(batches, active)[0], active)
@@ -156,7 +154,7 @@ def _compiled(graph: Graph, inputs: Inputs) -> Graph:
             import torch._inductor as inductor  # seconds that nobody else need spend
 
             run: Any = inductor.compile(graph.module, some, options=options)
-        found = Graph(run, graph.module, graph.names, graph.checks, graph.writes, graph.nodes)
+        found = replace(graph, run=run)
         found.look(inputs)
     except Exception as error:
         if is_out_of_memory(error):

@@ -11,7 +11,7 @@ does, by the same kernels in the same order, hence with the same bits, without t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, fx
@@ -53,7 +53,7 @@ class Inputs:
     def copied(self) -> Inputs:
         """The same with buffers of its own, which a run may write to."""
         buffers = {name: block.clone() for name, block in self.buffers.items()}
-        return Inputs(self.parameters, buffers, self.leaves, self.masks, self.weights)
+        return replace(self, buffers=buffers)
 
 
 @dataclass(frozen=True, slots=True)

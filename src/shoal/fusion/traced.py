@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -272,7 +272,7 @@ class TracedBackend(StackedBackend):
             kept.waits -= 1
             return
         before = {**crew.stacked.buffers, **self._undo.kept}
-        inputs = Inputs(inputs.parameters, before, inputs.leaves, heard.drawn, inputs.weights)
+        inputs = replace(inputs, buffers=before, masks=heard.drawn)
         try:
             if kept.graph is not None and kept.constants != self._constants:
                 kept.forget()
