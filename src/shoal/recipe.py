@@ -412,6 +412,19 @@ def compute_loss(recipe: Recipe, output: Output, batch: Batch) -> Tensor:
     return loss
 
 
+def loss_and_output(
+    recipe: Recipe, model: Callable[..., Output], batch: Batch
+) -> tuple[Tensor, Output]:
+    """The loss of one batch, and the output that it is of; modes and autocast are the caller's.
+
+    Raises:
+        SpecError: as of ``model_inputs`` and ``compute_loss``.
+    """
+    args, kwargs = model_inputs(recipe, batch)
+    output = model(*args, **kwargs)
+    return compute_loss(recipe, output, batch), output
+
+
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """``batch`` with every tensor on ``device``; containers keep their type.
 

@@ -37,7 +37,7 @@ from shoal.fusion.perslot import OF_EACH, in_words
 from shoal.fusion.slots import Slots
 from shoal.fusion.stacked import owners
 from shoal.fusion.template import Template
-from shoal.recipe import autocast, compute_loss, model_inputs
+from shoal.recipe import autocast, loss_and_output
 
 SMALL = 4096  # elements of a stacked buffer that is kept before every pass, changed or not
 
@@ -257,9 +257,7 @@ class StackedBackend:
             SlotMode(slots, own_factories=self._known_of(crew).own_factories),
             autocast(recipe, crew.device),
         ):
-            arguments, keywords = model_inputs(recipe, batch)
-            output = template.module(*arguments, **keywords)
-            loss = compute_loss(recipe, output, batch)
+            loss, output = loss_and_output(recipe, template.module, batch)
         for name, value in replaced.items():
             blocks[name].copy_(level.stacked(value.detach()))
         return output, level.stacked(loss)

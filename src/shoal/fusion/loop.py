@@ -19,7 +19,7 @@ from shoal.fusion.declined import Declined
 from shoal.fusion.installed import freeze_again, frozen_stay
 from shoal.fusion.laidup import put_back
 from shoal.fusion.member import Member, in_streams
-from shoal.recipe import autocast, compute_loss, model_inputs
+from shoal.recipe import autocast, loss_and_output
 from shoal.rng import RngState
 
 
@@ -68,9 +68,8 @@ class LoopBackend:
 def lone_pass(member: Member, batch: Any, device: torch.device) -> tuple[Any, Tensor]:
     """Output and loss of a trial's own module, as in the plain loop."""
     with autocast(member.recipe, device):
-        arguments, keywords = model_inputs(member.recipe, batch)
-        output = member.module(*arguments, **keywords)
-        return output, compute_loss(member.recipe, output, batch)
+        loss, output = loss_and_output(member.recipe, member.module, batch)
+    return output, loss
 
 
 @contextmanager

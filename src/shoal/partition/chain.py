@@ -26,7 +26,7 @@ from shoal.partition.owners import AwayGuard, Owners
 from shoal.partition.record import Record
 from shoal.partition.template import Constant, Shape, Template, flatten
 from shoal.partition.wires import Touch, Wire, Wires
-from shoal.recipe import Batch, Output, Recipe, compute_loss, model_inputs
+from shoal.recipe import Batch, Output, Recipe, loss_and_output
 
 
 @dataclass(slots=True)
@@ -202,9 +202,7 @@ class Chain:
             TrialError: this batch makes the forward do other things than the pilot's did.
         """
         if start == 0:
-            args, kwargs = model_inputs(self.recipe, micro.batch)
-            output = self.model(*args, **kwargs)
-            return compute_loss(self.recipe, output, micro.batch), output
+            return loss_and_output(self.recipe, self.model, micro.batch)
         alive = self._enter(micro, start, wires)
         for layer in range(start, self.num_layers - 1):
             self._run_layer(micro, layer, alive, None)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shoal.partition.glue import Block, ReplacedCalls, own_call
 from shoal.partition.preserve import evaluating, preserved
 from shoal.partition.template import Shape, Template, flatten
-from shoal.recipe import Batch, Recipe, autocast, compute_loss, model_inputs
+from shoal.recipe import Batch, Recipe, autocast, loss_and_output
 
 
 def with_retyped(
@@ -32,8 +32,7 @@ def with_retyped(
     with preserved(model, device), evaluating(model), ReplacedCalls(calls):
         try:
             with torch.no_grad(), autocast(recipe, device):
-                args, kwargs = model_inputs(recipe, batch)
-                compute_loss(recipe, model(*args, **kwargs), batch)
+                loss_and_output(recipe, model, batch)
         except Exception:  # a model that has no loss in evaluation mode is not validated
             return blocks
     if [module for module, _ in found] != [block.module for block in blocks]:

@@ -38,7 +38,7 @@ from shoal.partition.drive import every_layer, sharded_backward, sharded_evaluat
 from shoal.partition.preserve import evaluating, preserved, same_values, shaken
 from shoal.partition.template import flatten
 from shoal.partition.wires import storage_key, tensors_in
-from shoal.recipe import Batch, autocast, compute_loss, model_inputs
+from shoal.recipe import Batch, autocast, loss_and_output
 
 _VIEWS = frozenset({"t", "transpose", "permute", "view", "_unsafe_view", "expand", "unsqueeze"})
 _PRODUCTS = frozenset(
@@ -226,8 +226,7 @@ def _run(chain: Chain, batch: Batch, casts: CastWatch, uses: UseWatch, *, grads:
     mine = clone_batch(batch)
     cast = autocast(chain.recipe, chain.device)
     with preserved(chain.model, chain.device), torch.set_grad_enabled(grads), uses, cast, casts:
-        args, kwargs = model_inputs(chain.recipe, mine)
-        compute_loss(chain.recipe, chain.model(*args, **kwargs), mine)
+        loss_and_output(chain.recipe, chain.model, mine)
 
 
 def _outcome(

@@ -15,7 +15,7 @@ from shoal.partition.discover import NotCuttable
 from shoal.partition.drive import every_layer, sharded_backward, sharded_evaluation
 from shoal.partition.preserve import BufferWatch, evaluating, preserved, same_values, shaken
 from shoal.partition.template import flatten
-from shoal.recipe import Batch, Recipe, autocast, compute_loss, model_inputs
+from shoal.recipe import Batch, Recipe, autocast, loss_and_output
 from shoal.rng import RngState, capture_rng, same_rng
 
 _NOISE_FACTOR = 2.0  # a chain may differ this much more than two plain runs do
@@ -186,8 +186,7 @@ def _plain_step(model: nn.Module, recipe: Recipe, batch: Batch, device: torch.de
         watch = BufferWatch(model)
         mine = clone_batch(batch)
         with torch.enable_grad(), autocast(recipe, device):
-            args, kwargs = model_inputs(recipe, mine)
-            loss = compute_loss(recipe, model(*args, **kwargs), mine)
+            loss = loss_and_output(recipe, model, mine)[0]
         (loss / 1).backward()
         return _outcome(model, loss.detach(), watch, device)
 

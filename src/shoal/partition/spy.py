@@ -21,7 +21,7 @@ from shoal.partition.taint import BlockOutput, Source, Taint
 from shoal.partition.template import Shape, Template, flatten, output_template
 from shoal.partition.wires import Names, TouchWatch, Wire, Wires, storage_key
 from shoal.partition.writes import WriteWatch
-from shoal.recipe import Batch, Recipe, autocast, compute_loss, model_inputs
+from shoal.recipe import Batch, Recipe, autocast, loss_and_output
 from shoal.rng import RngState, capture_rng, same_rng
 
 
@@ -104,9 +104,7 @@ class Spy:
         grads, cast = torch.enable_grad(), autocast(recipe, self._device)
         with grads, cast, calls, self._taint, self._touch, self._writes:
             self._ambient = self._mode()
-            args, kwargs = model_inputs(recipe, batch)
-            output = self._model(*args, **kwargs)
-            loss = compute_loss(recipe, output, batch)
+            loss, output = loss_and_output(recipe, self._model, batch)
             with self._aside():
                 self._end_gap()
                 leaves = [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor)]

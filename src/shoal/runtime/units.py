@@ -33,7 +33,7 @@ from shoal.partition.units import (
 )
 from shoal.partition.wires import storage_key
 from shoal.program.ir import Program
-from shoal.recipe import HP, Recipe, autocast, compute_loss, model_inputs
+from shoal.recipe import HP, Recipe, autocast, loss_and_output
 from shoal.rng import RngState, capture_rng, restore_rng
 from shoal.runtime.streams import Stream, drawing_nothing
 from shoal.spill import generate
@@ -156,9 +156,7 @@ class ResidentUnits:
 
     def _loss(self, batch: Any) -> tuple[Tensor, Any]:
         with self._autocast:
-            args, kwargs = model_inputs(self._recipe, batch)
-            output = self._model(*args, **kwargs)
-            return compute_loss(self._recipe, output, batch), output
+            return loss_and_output(self._recipe, self._model, batch)
 
     def private(self, shard: int, micro: Micro) -> dict[Any, Tensor]:
         return {}

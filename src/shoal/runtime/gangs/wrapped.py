@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shoal.core.errors import TrialError
 from shoal.partition.discover import NotCuttable, find_candidates
-from shoal.recipe import Batch, Recipe, autocast, compute_loss, model_inputs
+from shoal.recipe import Batch, Recipe, autocast, loss_and_output
 from shoal.replicas import clip_by_shards, shard_norms
 from shoal.runtime.gangs.group import GangGroup
 from shoal.runtime.gangs.unseen import shard_unseen, show_first_layers
@@ -51,9 +51,7 @@ class _WithLoss(nn.Module):
     def forward(self, batch: Batch) -> tuple[Tensor, Any]:
         """The loss, and in evaluation the output beside it."""
         with self._autocast:
-            arguments, keywords = model_inputs(self._recipe, batch)
-            output = self.model(*arguments, **keywords)
-            loss = compute_loss(self._recipe, output, batch)
+            loss, output = loss_and_output(self._recipe, self.model, batch)
         return loss, None if self.training else output
 
 

@@ -20,9 +20,8 @@ from shoal.recipe import (
     Recipe,
     autocast,
     build_model,
-    compute_loss,
     evaluate_metrics,
-    model_inputs,
+    loss_and_output,
 )
 from shoal.replicas import cut_for_replicas, slice_of, step_by_shards
 from shoal.rng import capture_rng, restore_rng, seed_all
@@ -96,8 +95,7 @@ class Probe:
 
     def _loss_of(self, model: nn.Module, batch: Batch) -> float:
         with torch.no_grad(), autocast(self._recipe, self._device):
-            args, kwargs = model_inputs(self._recipe, batch)
-            return float(compute_loss(self._recipe, model(*args, **kwargs), batch))
+            return float(loss_and_output(self._recipe, model, batch)[0])
 
     # -- FSDP2 ----------------------------------------------------------------------------
 
@@ -123,8 +121,7 @@ class Probe:
         alone = self._model()
         after = capture_rng(self._device)
         with autocast(self._recipe, self._device):
-            args, kwargs = model_inputs(self._recipe, piece)
-            loss = compute_loss(self._recipe, alone(*args, **kwargs), piece)
+            loss = loss_and_output(self._recipe, alone, piece)[0]
         loss.backward()
         with put_aside(), joined(GangGroup(0, 1, NoWays()), self._device):
             engine = Sharded(self._model(), self._recipe, self._device)

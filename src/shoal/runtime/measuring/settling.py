@@ -24,8 +24,7 @@ from shoal.recipe import (
     Recipe,
     autocast,
     build_model,
-    compute_loss,
-    model_inputs,
+    loss_and_output,
     to_device,
 )
 from shoal.rng import RngState, capture_rng, restore_rng, same_rng, seed_all
@@ -112,9 +111,7 @@ def _outcome(model: nn.Module, recipe: Recipe, batch: Batch) -> tuple[list[Tenso
     seed_all(1)
     with torch.no_grad(), autocast(recipe, CPU):
         batch = clone_batch(batch)
-        args, kwargs = model_inputs(recipe, batch)
-        output = model(*args, **kwargs)
-        loss = compute_loss(recipe, output, batch)
+        loss, output = loss_and_output(recipe, model, batch)
     leaves: list[Any] = [loss, *tree_leaves(output)]
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)], capture_rng()
 

@@ -22,13 +22,7 @@ from shoal.memory.store import same_bits
 from shoal.optimizers import build_optimizer_of
 from shoal.ownstep import Modes, OwnStep, own_evaluation
 from shoal.partition.track import peak_of
-from shoal.recipe import (
-    Recipe,
-    autocast,
-    compute_loss,
-    evaluate_metrics,
-    model_inputs,
-)
+from shoal.recipe import Recipe, autocast, evaluate_metrics, loss_and_output
 from shoal.rng import capture_rng, restore_rng, same_rng
 from shoal.runtime.binding import Binding, state_specs
 from shoal.runtime.validating import FIRST_BATCH, in_validation
@@ -146,9 +140,7 @@ class StepMeasure:
                 own_evaluation(recipe, self._model, valid, self._hp)
             else:
                 with autocast(recipe, self._here):
-                    args, kwargs = model_inputs(recipe, valid)
-                    output = self._model(*args, **kwargs)
-                    loss = compute_loss(recipe, output, valid)
+                    loss, output = loss_and_output(recipe, self._model, valid)
                 evaluate_metrics(recipe, loss, output, valid)
         self._modes.train()
 

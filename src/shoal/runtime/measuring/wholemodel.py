@@ -28,6 +28,7 @@ from shoal.recipe import (
     autocast,
     compute_loss,
     evaluate_metrics,
+    loss_and_output,
     loss_notes,
     model_inputs,
     rounding_of,
@@ -190,9 +191,7 @@ class WholeModel:
         recipe, batch, before = self._recipe, self._built.valid, capture_rng(self._here)
         self._built.model.eval()
         with torch.no_grad(), autocast(recipe, self._here):
-            args, kwargs = model_inputs(recipe, batch)
-            output = self._built.model(*args, **kwargs)
-            loss = compute_loss(recipe, output, batch)
+            loss, output = loss_and_output(recipe, self._built.model, batch)
         evaluate_metrics(recipe, loss, output, batch)
         self._built.model.train()
         self._draws_evaluating = not same_rng(before, capture_rng(self._here))
