@@ -25,6 +25,7 @@ from shoal.program.ir import Program
 from shoal.recipe import Batch, to_device
 from shoal.runtime.binding import place_on_host
 from shoal.runtime.gangs.leader import GangSession
+from shoal.runtime.saving.extrastate import extra_state
 from shoal.runtime.task import Task
 from shoal.runtime.units import ChainUnits
 from shoal.spill.generate import Route
@@ -98,10 +99,9 @@ class PipelineSession(GangSession):
         Raises:
             TrialError: modules keep more than tensors, and each stage would keep its own.
         """
-        extra = [key for key in self.model.state_dict() if key.endswith("_extra_state")]
-        if extra:
+        if key := next(iter(extra_state(self.model)), ""):
             raise TrialError(
-                f"the model keeps {extra[0]!r} beside its tensors, and every stage would have its "
+                f"the model keeps {key!r} beside its tensors, and every stage would have its "
                 "own. Train it with technique='spilled'."
             )
         count = self.recipe.accumulate * self._pieces_of_a_batch

@@ -13,6 +13,7 @@ from shoal.program.ir import Program
 from shoal.recipe import Batch, build_model, to_device
 from shoal.rng import capture_rng, restore_rng, seed_all
 from shoal.runtime.gangs.leader import GangSession
+from shoal.runtime.saving.extrastate import extra_state
 from shoal.runtime.task import Task
 
 
@@ -31,10 +32,10 @@ class ReplicaSession(GangSession):
         Raises:
             TrialError: modules keep more than tensors, and each shard's model would have its own.
         """
-        extra = [key for key in self.model.state_dict() if key.endswith("_extra_state")]
-        if extra and self.technique.shard:
+        key = next(iter(extra_state(self.model)), "")
+        if key and self.technique.shard:
             raise TrialError(
-                f"the model keeps {extra[0]!r} beside its tensors, and shoal.DataParallel("
+                f"the model keeps {key!r} beside its tensors, and shoal.DataParallel("
                 "shard=True) trains another copy of it. Use shard=False."
             )
         return self.technique
