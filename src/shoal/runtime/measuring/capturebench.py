@@ -16,6 +16,7 @@ from shoal.core.units import Seconds
 from shoal.recipe import Batch, Recipe
 from shoal.runtime.capture.captured import PROOFS
 from shoal.runtime.capture.captures import Captures
+from shoal.runtime.measuring.slices import finish
 from shoal.runtime.units import Micro, ResidentUnits
 
 ROUNDS = 5
@@ -42,7 +43,7 @@ def measure_capture(
             except (torch.OutOfMemoryError, MemoryError):
                 captured.let_go()
                 return CaptureMeasure(declined="there is no room to compare it with a pass")
-    _wait(device)
+    finish(device)
     make_s = time.perf_counter() - began
     try:
         if not captured.is_captured:
@@ -68,16 +69,11 @@ def measure_capture(
 
 def _seconds(work: Callable[[], Any], device: torch.device) -> float:
     """Of one, of as many as are over in a slice; at least one."""
-    _wait(device)
+    finish(device)
     began, count = time.perf_counter(), 0
     while True:
         work()
         count += 1
         if time.perf_counter() - began > SLICE_S:
-            _wait(device)
+            finish(device)
             return (time.perf_counter() - began) / count
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

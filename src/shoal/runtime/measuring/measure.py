@@ -78,6 +78,7 @@ from shoal.runtime.measuring.drawing import with_draws
 from shoal.runtime.measuring.finders import away_from
 from shoal.runtime.measuring.meter import Resting, free_bytes, rest_on_host
 from shoal.runtime.measuring.settling import why_changes_matter
+from shoal.runtime.measuring.slices import finish
 from shoal.runtime.measuring.wholemodel import Built, WholeModel, draws_in_cudnn, step_draws
 from shoal.runtime.measuring.widths import ArrayBench
 from shoal.runtime.messages import (
@@ -534,9 +535,7 @@ class Measurer:
 
     def _clock(self) -> float:
         """Seconds, when all that was launched is done."""
-        device = self._device.torch_device
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        finish(self._device.torch_device)
         return time.perf_counter()
 
     def _state_bytes(self) -> dict[str, int]:

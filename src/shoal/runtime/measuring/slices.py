@@ -19,6 +19,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import torch
+
 TASKS = Path("/proc/self/task")  # Linux's
 
 
@@ -29,6 +31,12 @@ def waited_s(tasks: Path = TASKS) -> float:
         with suppress(OSError, ValueError, IndexError):  # the thread has ended, or is not counted
             nanoseconds += int(told.read_text().split()[1])
     return nanoseconds / 1e9
+
+
+def finish(device: torch.device) -> None:
+    """Wait until a GPU has done all that was launched there."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def in_slice(

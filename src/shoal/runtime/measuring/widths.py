@@ -14,7 +14,6 @@ on the machine take of a slice is not counted ([Note: others' work] in ``slices.
 
 from __future__ import annotations
 
-import functools
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -68,7 +67,7 @@ from shoal.runtime.measuring.readying import (
     step_all,
     without_others,
 )
-from shoal.runtime.measuring.slices import in_slice, waited_s
+from shoal.runtime.measuring.slices import finish, in_slice, waited_s
 from shoal.runtime.measuring.stackedmeasure import SlotsRaise, StackedMeasure
 from shoal.runtime.messages import (
     ArrayTry,
@@ -296,7 +295,7 @@ class ArrayBench:
             backend=backend,
             any_layout=self._crowd.varies,
             one_base=self._crowd.one_base,
-            stacking=functools.partial(Stacked, device=where),
+            stacking=partial(Stacked, device=where),
         )
 
     def _copies(self, width: int) -> list[Member]:
@@ -425,7 +424,7 @@ class ArrayBench:
         array.refill(0, member)
         for _ in range(steps):
             work()
-        _wait(self._where)
+        finish(self._where)
         return time.perf_counter() - began - steps * step_s
 
     # -- in shards --------------------------------------------------------------------
@@ -486,11 +485,8 @@ class ArrayBench:
                     raise
 
     def _clock(self) -> float:
-        _wait(self._where)
+        finish(self._where)
         return time.perf_counter()
-
-    def _finish(self) -> None:
-        _wait(self._where)
 
     def _waited_s(self) -> float:
         """Of threads that work side by side, as if each had waited as long as the others."""
@@ -517,7 +513,7 @@ class ArrayBench:
                 found_s = in_slice(
                     work,
                     until,
-                    settle=self._finish,
+                    settle=partial(finish, self._where),
                     waited=self._waited_s,
                     computed=self._computed_s,
                 )
@@ -552,13 +548,8 @@ def _count(valid: Any) -> int:
 
 def _seconds(work: Callable[[], Any], device: torch.device) -> float:
     """Of doing it once."""
-    _wait(device)
+    finish(device)
     began = time.perf_counter()
     work()
-    _wait(device)
+    finish(device)
     return max(1e-9, time.perf_counter() - began)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
