@@ -27,7 +27,7 @@ from shoal.core.event import WorkerStarted
 from shoal.core.technique import Schedule
 from shoal.recipe import Recipe
 from shoal.runtime import loop, reports
-from shoal.runtime.gangs import desk as stagedesk
+from shoal.runtime.gangs import desk as gangdesk
 from shoal.runtime.gangs import replica, spilledstages, stage
 from shoal.runtime.gangs.pipelined import without_versions
 from shoal.runtime.saving import saver
@@ -127,14 +127,14 @@ def _lay_out() -> None:
         studies.lack_space()
     _may_not_begin()
     _with_traps(loop.DeviceLoop, "_admit", before="granted")
-    _with_traps(stagedesk.StageDesk, "admit", after="seated")
-    _with_traps(stagedesk.StageDesk, "_join", after="joined")
+    _with_traps(gangdesk.GangDesk, "admit", after="seated")
+    _with_traps(gangdesk.GangDesk, "_join", after="joined")
     for part in (stage.Stage, replica.Replica):
         _with_traps(part, "store", before="store", after="stored")
     _with_traps(spilledstages.SpilledStage, "rest", before="store", after="stored")
     _with_traps(replica.Replica, "finish", before="finish", after="finished")
-    _with_traps(stagedesk.StageDesk, "_see_out", before="left")
-    _with_traps(stagedesk.StageDesk, "_hand_over", before="over")
+    _with_traps(gangdesk.GangDesk, "_see_out", before="left")
+    _with_traps(gangdesk.GangDesk, "_hand_over", before="over")
     _with_traps(saver.Saver, "_write", before="save", after="saved")
 
 

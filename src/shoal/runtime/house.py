@@ -25,8 +25,8 @@ class House:
         fail: Tells the study of a trial that cannot go on, and why.
         room: Called when somebody came or went: units are reserved anew. True: it went.
         waits: Called now and then while a unit is held up by other devices: no hang of this one.
-        handed_over: Called with a session that left, and what is said of it; None of a later
-            stage, which says nothing.
+        handed_over: Called with a session that left, and what is said of it; None of a
+            gang's member that does not lead, which says nothing.
     """
 
     recipe: Recipe

@@ -110,7 +110,7 @@ class DeviceLoop:
         self._stays: dict[int, Stay] = {}
         self._current: int | None = None  # whose random streams are in place
         self._ahead = RunAhead(device)
-        self._turn = Candidate(-1, 0, 0.0, False)  # of the array or stage that computes
+        self._turn = Candidate(-1, 0, 0.0, False)  # of the array or member that computes
         self._unit_bytes = self._units_done = 0
         self._lobby, self._running = Lobby(), True
         house = House(
@@ -292,7 +292,7 @@ class DeviceLoop:
                 self._desk.arrays.admit(grant, self._session(grant, region))
             else:
                 parked = self._parking.take(trial)
-                self._desk.stages.admit(grant, region, entry.links, parked)
+                self._desk.gangs.admit(grant, region, entry.links, parked)
         except (Exception, SystemExit) as error:
             entry.give_up()
             self._parking.refuse(trial, error)
@@ -492,9 +492,9 @@ class DeviceLoop:
         elif (array := self._desk.arrays.candidates.get(trial)) is not None:
             self._step_array(array)
         else:
-            self._leave_streams()  # a stage puts in place what it needs
+            self._leave_streams()  # a member puts in place what it needs
             self._turn = at_desk[trial]
-            self._desk.stages.step(trial)
+            self._desk.gangs.step(trial)
             self._units_done += 1
         return True
 
@@ -512,7 +512,7 @@ class DeviceLoop:
         """How a trial is that has a step for the host, among others that have one."""
         if (stay := self._stays.get(trial)) is not None:
             return self._candidate(stay)._replace(warm=False)
-        return self._turn  # arrays and stages submit in their own turns
+        return self._turn  # arrays and members submit in their own turns
 
     def _compute(self, stay: Stay) -> None:
         """One unit; all that can run, where nobody else is on the device and no order waits."""
@@ -550,7 +550,7 @@ class DeviceLoop:
         with self._device.progress:
             idle = self._device.version == seen and not self._device.progress.wait(timeout=1.0)
         trials = [*self._stays, *self._desk.trials]
-        waits = not self._stays and self._desk.stages.waits_for_others  # a stay waits for this one
+        waits = not self._stays and self._desk.gangs.waits_for_others  # a stay waits for this one
         if idle and (waits or any(map(self._saver.is_writing, trials))):
             self._count_work(1)
 

@@ -149,8 +149,8 @@ class Reports:
                 )
             )
 
-    def stage_peak(self, peak: int, job: Job) -> None:
-        """The most bytes that a trial's stage held in steps that were counted."""
+    def member_peak(self, peak: int, job: Job) -> None:
+        """The most bytes that a member of a gang held in steps that were counted."""
         self._tell_peak(peak, job.held_bytes + job.unit_bytes)
 
     def array_peak(self, array: ArraySeat) -> None:

@@ -37,7 +37,7 @@ PAUSES_S = 5e-5, 1e-3
 """The first pause while nobody is ready, and the longest; each is twice the one before."""
 
 Candidates = dict[int, Candidate]
-"""By trial, array or stage."""
+"""Of trials, of arrays and of members of gangs, by a trial."""
 
 
 class RunAhead:

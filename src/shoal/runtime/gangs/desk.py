@@ -33,7 +33,7 @@ from shoal.runtime.session import Session
 from shoal.runtime.validating import note
 
 
-class StageDesk:
+class GangDesk:
     """Seats members and sees them out; used by the device's thread."""
 
     def __init__(self, house: House) -> None:
@@ -51,31 +51,31 @@ class StageDesk:
 
     @property
     def unit_bytes(self) -> list[Bytes]:
-        """What a unit of each stage needs on top of what it holds."""
+        """What a unit of each member needs on top of what it holds."""
         return [seat.unit_bytes for seat in self._seats.values()]
 
     @property
     def trials(self) -> list[int]:
-        """The trials that have a stage here."""
+        """The trials that have a member here."""
         return list(self._seats)
 
     def session(self, trial: int) -> Session | None:
-        """The session of a trial that has its first stage here: the one that orders are for."""
+        """The session of a trial that has its leader here: the one that orders are for."""
         seat = self._seats.get(trial)
         return seat.session if seat is not None and seat.stage == 0 else None
 
     @property
     def waits_for_others(self) -> bool:
-        """Whether a stage could go on if one elsewhere did: no hang of this device."""
+        """Whether a member could go on if one elsewhere did: no hang of this device."""
         return any(not seat.ready() and not seat.waits_here for seat in self._seats.values())
 
     @property
     def candidates(self) -> list[int]:
-        """The trials whose stages could go on now."""
+        """The trials whose members could go on now."""
         return [trial for trial, seat in self._seats.items() if seat.ready()]
 
     def candidate(self, trial: int, ticket: int) -> Candidate:
-        """A stage as one trial among those that share the device."""
+        """A member as one trial among those that share the device."""
         session = self._seats[trial].session
         step_s = session.job.step_s
         left_s = session.steps_left * step_s
@@ -90,7 +90,7 @@ class StageDesk:
         sockets: Sequence[socket.socket],
         parked: Session | None,
     ) -> None:
-        """A stage takes its place; ``sockets`` are to the others, in their order.
+        """A member takes its place; ``sockets`` are to the others, in their order.
 
         Raises:
             CapacityError: the device has no room for it.
@@ -146,7 +146,7 @@ class StageDesk:
         return kind(session, grant.stage, self._device, self._ledger, region, links, hands)
 
     def _lead(self, grant: Grant, seat: GangSeat, session: GangSession) -> None:
-        """Of the first stage: it tells of steps, and saves."""
+        """Of the leader: it tells of steps, and saves."""
         trial = grant.job.trial
         self._saver.expect(trial, grant.save_in_s)
         self._step_began[trial] = time.perf_counter()
@@ -163,7 +163,7 @@ class StageDesk:
     def _join(
         self, grant: Grant, region: Region, session: GangSession, progress: Progress
     ) -> GangSession:
-        """A later stage's session in the trial's region, built anew if it is of another step."""
+        """Another member's session in the trial's region, built anew if it is of another step."""
         if session.step != progress.step and session.step:
             session.close()
             built = self._new_session(grant)
@@ -176,7 +176,7 @@ class StageDesk:
     # -- computing ------------------------------------------------------------------------
 
     def step(self, trial: int) -> None:
-        """A unit of a trial's stage, or more of what waits for nobody."""
+        """A unit of a trial's member, or more of what waits for nobody."""
         seat = self._seats[trial]
         self._record(trial)
         try:
@@ -189,9 +189,9 @@ class StageDesk:
             self._record(None)
 
     def _fail(self, trial: int, error: BaseException) -> None:
-        """Dismiss it. The first stage tells the study, also of what a later one failed with."""
+        """Dismiss it. The leader tells the study, also of what another member failed with."""
         seat = self._seats[trial]
-        if not seat.session.model.training:  # each stage puts its own into that mode
+        if not seat.session.model.training:  # each member puts its own into that mode
             note(error, f"in a validation of trial {trial}")
         if seat.stage:
             cause = error if isinstance(error, ShoalError) else None
@@ -205,7 +205,7 @@ class StageDesk:
             self._tell_failure(trial, error)
 
     def dismiss(self, trial: int) -> bool:
-        """Take a stage off the device at once; False if it is not here."""
+        """Take a member off the device at once; False if it is not here."""
         is_here = self._leave(trial)
         if is_here:
             self._room(True)
@@ -229,7 +229,7 @@ class StageDesk:
             self._hand_over(trial, self._seats[trial])
 
     def _see_out(self, trial: int, seat: GangSeat) -> None:
-        """Its shard is in the region, and if it is the first stage all others' are too."""
+        """Its part is in the region, and if it is the leader all others' are too."""
         session = seat.session
         self._reports.emulation()
         if seat.stage:
@@ -269,7 +269,7 @@ class StageDesk:
 
     def _report_peak(self, peak: int, job: Job) -> None:
         """Steps were counted: what they took of an emulated device's time counts for nothing."""
-        self._reports.stage_peak(peak, job)
+        self._reports.member_peak(peak, job)
         self._reports.warmed_up()
 
     def _report_step(self, session: GangSession, loss: float) -> None:
