@@ -309,7 +309,7 @@ class StackedBackend:
         """Find the slots whose own code or data raise.
 
         Also where the pass was declined: code that asks a tensor whether to raise answers
-        otherwise in the slot that does. None where it is worth another try.
+        otherwise in the slot that does. Nothing where it is worth another try.
 
         Raises:
             Declined: there is none.

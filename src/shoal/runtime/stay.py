@@ -1,4 +1,4 @@
-"""A trial's stay on a device: its seat, and how far its current lease is."""
+"""A trial's way onto a device: it arrives, waits in the lobby for room, and stays on a seat."""
 
 from __future__ import annotations
 

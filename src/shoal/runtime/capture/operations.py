@@ -8,7 +8,7 @@ a list of operations cannot know is declined: Python values made of tensors, sha
 decides, gradients that are sparse.
 
 A list holds no tensor of a trial's: which parameter or buffer an operation takes is told by name.
-So one list serves all trials whose code is the same (``Lists``).
+So one list serves all trials whose code is the same (``captures.py``).
 """
 
 from __future__ import annotations

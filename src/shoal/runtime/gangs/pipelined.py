@@ -1,4 +1,4 @@
-"""A trial in stages, as its first stage reads its data: see ``gangs``."""
+"""A trial in stages, as its first stage reads its data: see ``leader``."""
 
 from __future__ import annotations
 

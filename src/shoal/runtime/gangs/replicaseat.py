@@ -1,6 +1,6 @@
 """A replica's place on a device: what replicas tell each other, beside torch's own messages.
 
-The first replica leads (``gangseat``): it reads a batch, cuts it, and gives each its rows. Then
+The first replica leads (``seat``): it reads a batch, cuts it, and gives each its rows. Then
 all of them compute, and DDP or FSDP2 has them wait for each other inside a unit, which holds up
 the device. So no two trials with replicas may be on one device at a time: a study has them one
 after the other. What ends a step is that every replica says END to every other one, with its

@@ -1,4 +1,4 @@
-"""A trial with replicas, as its first replica reads its data: see ``gangs``."""
+"""A trial with replicas, as its first replica reads its data: see ``leader``."""
 
 from __future__ import annotations
 

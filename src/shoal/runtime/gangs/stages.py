@@ -1,6 +1,6 @@
 """One stage of a trial on its device: what it computes, and what the stages tell each other.
 
-The first stage leads (``gangseat``), and tells the others what comes next; each of them runs its
+The first stage leads (``seat``), and tells the others what comes next; each of them runs its
 own list of the program that all of them make for themselves. What a list waits for are messages,
 so a stage never holds up its device.
 
