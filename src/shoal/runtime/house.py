@@ -23,7 +23,8 @@ class House:
         captures: Captures passes of trials and of arrays.
         record: Leaves word whose code runs.
         fail: Tells the study of a trial that cannot go on, and why.
-        room: Called when somebody came or went: units are reserved anew. True: it went.
+        room: Called when somebody came, or a unit needs more: units are reserved anew.
+        went: Called when somebody went: that, and others may come.
         waits: Called now and then while a unit is held up by other devices: no hang of this one.
         handed_over: Called with a session that left, and what is said of it; None of a
             gang's member that does not lead, which says nothing.
@@ -38,6 +39,7 @@ class House:
     captures: Captures
     record: Callable[[int | None], None]
     fail: Callable[[int, BaseException], None]
-    room: Callable[[bool], None]
+    room: Callable[[], None]
+    went: Callable[[], None]
     waits: Callable[[], None]
     handed_over: Callable[[Session, LeaseOver | None], None]

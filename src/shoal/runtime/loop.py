@@ -123,7 +123,8 @@ class DeviceLoop:
             captures=measurer.captures,
             record=self._record,
             fail=self._parking.refuse,
-            room=self._came_or_went,
+            room=self._reserve_largest_unit,
+            went=self._somebody_went,
             waits=functools.partial(self._count_work, 1),
             handed_over=self._handed_over,
         )
@@ -299,10 +300,9 @@ class DeviceLoop:
         finally:
             self._record(None)
 
-    def _came_or_went(self, went: bool) -> None:
+    def _somebody_went(self) -> None:
         self._reserve_largest_unit()
-        if went:
-            self._admit_pending()
+        self._admit_pending()
 
     def _step_array(self, array: ArraySeat) -> None:
         """A step of its trials; more of them, while nobody else is here and no order waits."""

@@ -33,15 +33,12 @@ class ArrayDesk:
         self._device, self._ledger = house.device, house.ledger
         self._reports, self._saver = house.reports, house.saver
         self._record, self._tell_failure = house.record, house.fail
-        self._room, self._handed_over = house.room, house.handed_over
+        self._room, self._went, self._handed_over = house.room, house.went, house.handed_over
         self._alive = house.waits
         self._arrays: dict[str, ArraySeat] = {}
         self._captures = house.captures
         self._rested: dict[str, TracedBackend] = {}  # of arrays that ended, by group
         self._stepping: int | None = None  # a trial of the array whose step runs
-
-    def __bool__(self) -> bool:
-        return bool(self._arrays)
 
     def __len__(self) -> int:
         return len(self._arrays)
@@ -114,11 +111,11 @@ class ArrayDesk:
             guard=self._guard,
             fail=self._fail,
             record=self._issue,
-            room=lambda: self._room(False),
+            room=self._room,
         )
         self._arrays[array.place.group] = array
         try:
-            self._room(False)
+            self._room()
         except BaseException:
             self._close_if_empty(array)
             raise
@@ -150,7 +147,7 @@ class ArrayDesk:
             del self._arrays[group]
             array.close()
             self._rest(array)
-            self._room(True)
+            self._went()
 
     # -- stepping -------------------------------------------------------------------------
 

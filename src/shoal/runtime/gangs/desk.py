@@ -40,7 +40,7 @@ class GangDesk:
         self._recipe, self._device, self._ledger = house.recipe, house.device, house.ledger
         self._reports, self._saver, self._settings = house.reports, house.saver, house.settings
         self._record, self._tell_failure = house.record, house.fail
-        self._room, self._handed_over = house.room, house.handed_over
+        self._room, self._went, self._handed_over = house.room, house.went, house.handed_over
         self._waits = house.waits
         self._seats: dict[int, GangSeat] = {}
         self._over: dict[int, LeaseOver] = {}  # of those that left, until they are written
@@ -122,7 +122,7 @@ class GangDesk:
         if stage == 0:
             self._lead(grant, seat, session)
         try:
-            self._room(False)
+            self._room()
         except CapacityError:
             self.dismiss(trial)
             raise
@@ -131,7 +131,7 @@ class GangDesk:
         hands = Hands(
             place=functools.partial(self._join, grant, region),
             record=self._reports.issue,
-            room=lambda: self._room(False),
+            room=self._room,
             on_peak=lambda peak: self._report_peak(peak, grant.job),
             waits=self._waits,
         )
@@ -208,7 +208,7 @@ class GangDesk:
         """Take a member off the device at once; False if it is not here."""
         is_here = self._leave(trial)
         if is_here:
-            self._room(True)
+            self._went()
         return is_here
 
     def _leave(self, trial: int) -> bool:
@@ -239,7 +239,7 @@ class GangDesk:
                 session.close()
             else:
                 self._handed_over(session, None)
-            self._room(True)
+            self._went()
             return
         self._reports.flush(of=trial)
         self._over[trial] = LeaseOver(trial, session.progress(), session.ended)
@@ -263,7 +263,7 @@ class GangDesk:
             return
         self._leave(trial)
         self._handed_over(session, over)
-        self._room(True)
+        self._went()
 
     # -- what is told and saved -------------------------------------------------------------
 
