@@ -43,7 +43,7 @@ def emulated_seconds(action: Action, shard: ShardSpec, profile: Profile | None) 
         if action.place == "host":
             return profile.host_seconds(host_step_bytes(shard))
         return profile.memory_seconds(step_bytes(shard))
-    return unit_seconds(action, shard) if action.op in (Op.F, Op.B) else None
+    return unit_seconds(action, shard) if action.op in (Op.F, Op.B, Op.I, Op.W) else None
 
 
 def is_sampled(step: int) -> bool:

@@ -21,7 +21,6 @@ from typing import Any
 from shoal.core.units import Bytes
 from shoal.device.flops import step_bytes
 from shoal.partition.build import clone_batch
-from shoal.program.costs import unit_seconds
 from shoal.program.ir import Action, Op
 from shoal.recipe import Batch
 from shoal.replicas import Piece, cut_for_replicas, stream_seed
@@ -39,7 +38,7 @@ from shoal.runtime.gangs.seat import (
     Store,
     Waiting,
 )
-from shoal.runtime.score import is_sampled
+from shoal.runtime.score import emulated_seconds, is_sampled
 from shoal.runtime.task import Task
 
 ROWS = 18  # the kind of messages that bring a replica its rows
@@ -317,12 +316,9 @@ class ReplicaSeat(GangSeat):
     def _seconds(self, action: Action) -> float | None:
         """How long an action shall take where the device is emulated."""
         profile, shard = self.device.spec.profile, self.job.shards[0]
-        if profile is None:
-            return None
-        if action.op is Op.STEP:
-            parts = self.session.members if self.session.technique.shard else 1
-            return profile.memory_seconds(Bytes(step_bytes(shard) // parts))
-        return unit_seconds(action, shard)
+        if profile is None or action.op is not Op.STEP or not self.session.technique.shard:
+            return emulated_seconds(action, shard, profile)
+        return profile.memory_seconds(Bytes(step_bytes(shard) // self.session.members))
 
 
 def _mean(losses: dict[int, list[float]], batches: int) -> float:

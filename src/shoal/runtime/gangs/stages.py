@@ -27,14 +27,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from shoal.core.errors import TrialError
-from shoal.device.flops import step_bytes
 from shoal.pipeline.lists import Lists
 from shoal.pipeline.packing import Packer
 from shoal.pipeline.schedule import Pipeline
 from shoal.pipeline.stage import Compute
 from shoal.pipeline.validate import BufferWrites, validation
 from shoal.pipeline.wide import called, mean_in_order
-from shoal.program.costs import unit_seconds
 from shoal.program.ir import Action, Op
 from shoal.program.needs import message_kind
 from shoal.recipe import Batch
@@ -49,7 +47,7 @@ from shoal.runtime.gangs.seat import (
     Waiting,
 )
 from shoal.runtime.gangs.stage import Stage
-from shoal.runtime.score import is_sampled
+from shoal.runtime.score import emulated_seconds, is_sampled
 from shoal.runtime.task import Task
 
 _LISTS = Lists()
@@ -360,12 +358,8 @@ class StageSeat(GangSeat):
 
     def _seconds(self, action: Action) -> float | None:
         """How long an action shall take where the device is emulated."""
-        profile, shard = self.device.spec.profile, self.job.shards[self._place[1]]
-        if profile is None or action.op is Op.SYNC:
-            return None
-        if action.op is Op.STEP:
-            return profile.memory_seconds(step_bytes(shard))
-        return unit_seconds(action, shard)
+        shard = self.job.shards[self._place[1]]
+        return emulated_seconds(action, shard, self.device.spec.profile)
 
 
 def _nothing(value: object) -> None:
