@@ -8,7 +8,12 @@ from torch import nn
 from shoal.core.spec import HyperParameters, TrialSpec
 from shoal.recipe import Recipe
 from shoal.runtime.measuring import describe
-from shoal.runtime.measuring.describe import signature
+from shoal.runtime.messages import Describe
+
+
+def signature(recipe: Recipe, hp: dict) -> str:
+    trial = TrialSpec(number=0, hp=hp, seed=0)
+    return describe.describe(recipe, Describe((trial,)), lambda trial: None).signatures[0]
 
 
 def build(hp):
@@ -23,7 +28,7 @@ def described(**hp) -> str:
         data=lambda hp: ([torch.zeros(2, 4)], None),
         loss=lambda output, batch: output.sum(),
     )
-    return signature(recipe, TrialSpec(number=0, hp={"lr": 0.1, **hp}, seed=0))
+    return signature(recipe, {"lr": 0.1, **hp})
 
 
 def test_trials_that_differ_in_how_much_is_dropped_cost_the_same():
@@ -50,7 +55,7 @@ def told(**hp) -> str:
         clip_grad_norm=lambda hp: hp["clip"],
     )
     values = {"lr": 0.1, "depth": 1, "kind": "sum", "weight": 0.5, "clip": 1.0, "note": "a"}
-    return signature(recipe, TrialSpec(number=0, hp=values | hp, seed=0))
+    return signature(recipe, values | hp)
 
 
 def test_a_metric_may_cost_more_too():

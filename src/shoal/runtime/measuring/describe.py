@@ -53,11 +53,6 @@ _KEEP_MORE = ("amsgrad", "centered", "momentum")
 _RATE = re.compile(r"(Dropout\w*\()p=([\d.e-]+)")
 
 
-def signature(recipe: Recipe, trial: TrialSpec) -> str:
-    """Equal for trials whose steps cost the same; values of hyperparameters do not count."""
-    return _one(recipe, trial, Code(recipe), arrays=False).signature
-
-
 def describe(recipe: Recipe, order: Describe, note: Callable[[int | None], None]) -> Described:
     """The answer to Describe; ``note`` is called with the trial whose code runs."""
     found: dict[int, _One] = {}
