@@ -15,7 +15,7 @@ from shoal.core.spec import HyperParameters
 from shoal.partition.build import build_chain
 from shoal.partition.drive import every_layer, sharded_backward
 from shoal.runtime.measuring.chains import Chains, chain_of
-from shoal.runtime.measuring.describe import FEW_ROWS, first_rows
+from shoal.runtime.measuring.firstbatches import FEW_ROWS, first_rows
 
 CPU = torch.device("cpu")
 BATCH = (torch.ones(4, 8), torch.zeros(4, dtype=torch.long))

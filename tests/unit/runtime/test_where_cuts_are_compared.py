@@ -9,7 +9,7 @@ import torch
 
 from shoal.partition.pilot import PilotReport
 from shoal.runtime.measuring import measure
-from shoal.runtime.measuring.describe import FEW_ROWS
+from shoal.runtime.measuring.firstbatches import FEW_ROWS
 from shoal.runtime.measuring.measure import Measurer
 
 GPU, CPU = torch.device("cuda:0"), torch.device("cpu")

@@ -47,7 +47,7 @@ from shoal.rng import capture_rng, restore_rng
 from shoal.runtime.arrays.onebase import require_untouched
 from shoal.runtime.arrays.spilled import SpilledArray
 from shoal.runtime.binding import is_stored, place_on_host
-from shoal.runtime.measuring.describe import first_batch
+from shoal.runtime.measuring.firstbatches import first_batch
 from shoal.runtime.messages import LeaseOver
 from shoal.runtime.saving import checkpoint
 from shoal.runtime.score import is_sampled

@@ -26,7 +26,7 @@ from shoal.partition.wires import storage_key
 from shoal.program.ir import Op
 from shoal.recipe import Batch, to_device
 from shoal.rng import RngState, capture_rng
-from shoal.runtime.measuring.describe import FEW_ROWS, first_rows
+from shoal.runtime.measuring.firstbatches import FEW_ROWS, first_rows
 from shoal.runtime.streams import Stream
 from shoal.runtime.units import ChainUnits, Micro
 from shoal.spill.generate import Route

@@ -17,7 +17,8 @@ from shoal.partition.compiled import eagerly
 from shoal.partition.transplant import obstacle, transplanted
 from shoal.recipe import Batch, Recipe
 from shoal.rng import capture_rng, restore_rng
-from shoal.runtime.measuring.describe import FEW_ROWS, first_rows, hollow_model
+from shoal.runtime.measuring.describe import hollow_model
+from shoal.runtime.measuring.firstbatches import FEW_ROWS, first_rows
 
 CPU = torch.device("cpu")
 MOST = 8

@@ -26,7 +26,7 @@ from shoal.recipe import (
     read_data,
 )
 from shoal.rng import capture_rng, seed_all
-from shoal.runtime.measuring.describe import first_batch, first_batches
+from shoal.runtime.measuring.firstbatches import first_batch, first_batches
 from shoal.schedules import Schedules, build_schedule
 
 LEARNS, TIMED = 4, 4

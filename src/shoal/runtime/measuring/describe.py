@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -17,12 +15,11 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from shoal.bound import LimitOfTrial, OfTrial, bound
 from shoal.core.arraykeys import NO_BASE
-from shoal.core.errors import ShoalError, SpecError
+from shoal.core.errors import ShoalError
 from shoal.core.reads import Reads
 from shoal.core.spec import HyperParameters, TrialSpec
 from shoal.frames import own_traceback, user_line
 from shoal.fusion import Signature, signature_of
-from shoal.fusion.batches import leaves_of, rebuilt
 from shoal.fusion.constants import constants_of
 from shoal.fusion.globals import configuration
 from shoal.fusion.lengths import LOOKED_AT, kind_of_all
@@ -34,15 +31,13 @@ from shoal.recipe import Batch, Recipe, build_model, epoch_length, read_data
 from shoal.recipechecks import check_loss
 from shoal.rng import seed_all
 from shoal.runtime.measuring.bases import Bases, frozen_bits, frozen_size
+from shoal.runtime.measuring.firstbatches import first_batches
 from shoal.runtime.measuring.paces import paces_of
 from shoal.runtime.measuring.unread import Code, Reading, read_schedule
 from shoal.runtime.messages import Describe, Described, Made, Noticed
 from shoal.runtime.saving.fitting import state_of
 from shoal.schedules import require_measured
 from shoal.several import each_kind, members_of
-
-FEW_ROWS = 2
-"""Of a batch, where a GPU's model is looked at on the CPU; with one BatchNorm refuses."""
 
 _WITH_MOMENTS = (torch.optim.Adam, torch.optim.AdamW)
 """Optimizers that keep two tensors for each parameter."""
@@ -259,85 +254,6 @@ def hollow_model(recipe: Recipe, hp: HyperParameters, seed: int) -> nn.Module | 
         raise
     except Exception:
         return None
-
-
-LONG_READ_S = 1.0
-"""Who waited so long for a batch waits for no other one to know how long."""
-
-
-def first_batch(source: Any, what: str = "training") -> Batch:
-    """The first batch of a source.
-
-    Raises:
-        SpecError: there is none.
-    """
-    batch = next(iter(source), None)
-    if batch is None:
-        raise SpecError(
-            f"the {what} data yielded no batch. Recipe(data=...) must return a source that "
-            f"yields at least one batch each time it is read{', or None' * (what != 'training')}."
-        )
-    return batch
-
-
-def first_batches(source: Any, most: int) -> list[Batch]:
-    """Up to so many of a source as it begins, but for the last of an epoch, which may be short.
-
-    Whoever trains meets what the source raises after the first one.
-
-    Raises:
-        SpecError: there is none.
-    """
-    batches, length = iter(source), epoch_length(source)
-    found = [first_batch(batches)]
-    with suppress(Exception):
-        while len(found) < (most if length is None else min(most, length - 1)):
-            found.append(next(batches))
-    return found[:-1] if length is None and len(found) > 1 else found
-
-
-def read_one(source: Any) -> tuple[Batch, float]:
-    """The first batch, and the seconds of reading one; none where other processes read ahead.
-
-    They are the second one's, if there is another: the first may be the first use of something.
-
-    Raises:
-        SpecError: there is none.
-    """
-    batches, seconds = iter(source), 0.0
-    began = time.perf_counter()
-    batch = first_batch(batches)
-    if not getattr(source, "num_workers", 0):
-        seconds, began = time.perf_counter() - began, time.perf_counter()
-        with suppress(Exception):  # who trains meets it, and has retries
-            if seconds < LONG_READ_S and next(batches, None) is not None:
-                seconds = time.perf_counter() - began
-    return batch, seconds
-
-
-def rows_of(batch: Batch) -> int | None:
-    """How many rows all tensors of a batch have; None where they differ, or there are none."""
-    rows = set(_rows_in(batch))
-    return rows.pop() if len(rows) == 1 else None
-
-
-def first_rows(batch: Batch, count: int) -> Batch:
-    """No more than so many rows of a batch, where all of its tensors have equally many."""
-    rows = rows_of(batch)
-    if rows is None or rows <= count:
-        return batch
-    return rebuilt(batch, (leaf[:count] for leaf in leaves_of(batch)))
-
-
-def _rows_in(value: Any) -> Iterator[int | None]:
-    if isinstance(value, Tensor):
-        yield value.shape[0] if value.ndim else None
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _rows_in(item)
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _rows_in(item)
 
 
 def _all_params(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -65,17 +65,17 @@ from shoal.runtime.measuring.counting import (
     with_step_seconds,
 )
 from shoal.runtime.measuring.coupling import Coupling, coupling_of, step_peaks, step_seconds
-from shoal.runtime.measuring.describe import (
+from shoal.runtime.measuring.describe import describe as describe_trials
+from shoal.runtime.measuring.describe import own_error
+from shoal.runtime.measuring.drawing import with_draws
+from shoal.runtime.measuring.finders import away_from
+from shoal.runtime.measuring.firstbatches import (
     FEW_ROWS,
     first_batch,
     first_rows,
-    own_error,
     read_one,
     rows_of,
 )
-from shoal.runtime.measuring.describe import describe as describe_trials
-from shoal.runtime.measuring.drawing import with_draws
-from shoal.runtime.measuring.finders import away_from
 from shoal.runtime.measuring.meter import Resting, free_bytes, rest_on_host
 from shoal.runtime.measuring.settling import why_changes_matter
 from shoal.runtime.measuring.slices import finish

@@ -55,7 +55,7 @@ from shoal.runtime.capture.captures import Captures
 from shoal.runtime.capture.cudagraph import REPEATS
 from shoal.runtime.measuring.counting import sparse_gradient_of
 from shoal.runtime.measuring.crowd import LEARNS, TIMED, Crowd
-from shoal.runtime.measuring.describe import FEW_ROWS, first_rows
+from shoal.runtime.measuring.firstbatches import FEW_ROWS, first_rows
 from shoal.runtime.measuring.lonebench import LoneTrial, on_device, one_that_can
 from shoal.runtime.measuring.meter import HOST, Meter, reserved_bytes
 from shoal.runtime.measuring.readying import (

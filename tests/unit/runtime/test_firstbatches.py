@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from shoal.runtime.measuring import describe
-from shoal.runtime.measuring.describe import first_batches, read_one
+from shoal.runtime.measuring import firstbatches
+from shoal.runtime.measuring.firstbatches import first_batches, read_one
 from shoal.runtime.measuring.wholemodel import SLOW_READ_S, Built
 
 
@@ -31,7 +31,7 @@ def test_the_first_batch_comes_with_the_time_of_reading_the_second_if_there_is_o
 
 
 def test_who_waited_long_for_a_batch_waits_for_no_other_one(monkeypatch):
-    monkeypatch.setattr(describe, "LONG_READ_S", 0.01)
+    monkeypatch.setattr(firstbatches, "LONG_READ_S", 0.01)
     assert read_one(slow(0.02, 10.0))[0] == 0
 
 
