@@ -14,16 +14,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
-from shoal.bound import code_of
-from shoal.fusion.globals import global_settings
 from shoal.fusion.likeness import copies
 from shoal.fusion.loop import lone_pass
 from shoal.fusion.member import Member, in_streams
-from shoal.fusion.sideeffects import in_words
+from shoal.fusion.sideeffects import names_changed, settings_beside
 from shoal.kernelstep import is_torchs
 from shoal.pystate import ambient
-from shoal.pystate.finding import fields_that_find
-from shoal.pystate.finding import in_words as finding_in_words
+from shoal.pystate.finding import fields_that_find, in_words
 from shoal.recipe import Batch, read_data
 from shoal.rng import capture_rng, restore_rng
 from shoal.schedules import turn
@@ -54,7 +51,7 @@ def first_hold(member: Member) -> str:
     In a global, say, where whoever makes a model puts it: that of the trial that was made last.
     """
     found = fields_that_find(member.recipe, member.hp)
-    return finding_in_words(found[0], "there would be one for all slots") if found else ""
+    return in_words(found[0], "there would be one for all slots") if found else ""
 
 
 def _first_change(member: Member, batch: Batch) -> str:
@@ -95,28 +92,17 @@ class _Read:
     """What passes read that is no part of the model."""
 
     def __init__(self, member: Member) -> None:
-        self._member, self._then = member, _settings(member)
+        self._member, self._then = member, settings_beside(member)
 
     def change(self, what: str) -> str:
         """The first thing that is another now, in words; empty if nothing is."""
-        now = _settings(self._member)
-        changed = sorted(
-            n for n in now.keys() | self._then.keys() if now.get(n) != self._then.get(n)
-        )
+        changed = names_changed(self._then, settings_beside(self._member))
         if not changed:
             return ""
         return (
             f"{what} changes {changed[0]}, which the code of a step reads, and there would be one "
             "for all slots. Hand it over in the batch, or make it a buffer of the model."
         )
-
-
-def _settings(member: Member) -> dict[str, str]:
-    kept = {
-        f"what the recipe's {name} keeps": code_of(getattr(member.recipe, name))
-        for name in ("loss", "inputs")
-    }
-    return in_words(kept) | global_settings(member.recipe, member.module)
 
 
 def _begin_twice(source: Iterable[Any]) -> None:

@@ -109,9 +109,7 @@ def _change(member: Member, batch: Any, device: torch.device, what: str, own_pas
             f"{what} writes to {words}, which passes of an array do more often than a trial "
             f"alone. {instead}"
         )
-    after = _settings(member)
-    changed = sorted(n for n in before.keys() | after.keys() if before.get(n) != after.get(n))
-    if changed:
+    if changed := names_changed(before, _settings(member)):
         name = changed[0].replace(f"{MODULE_NAME}.", "")  # of the study's own file
         return (
             f"{what} or its loss changes {name}, {_WITHOUT_IT[own_passes]}. "
@@ -128,11 +126,21 @@ _WITHOUT_IT = (
 
 def _settings(member: Member) -> dict[str, str]:
     """Every setting in words, floats and identities included."""
-    found = attributes_of(member.module) | {
-        f"what the recipe's {n} keeps": code_of(getattr(member.recipe, n))
-        for n in ("loss", "inputs")
+    return in_words(attributes_of(member.module)) | settings_beside(member)
+
+
+def settings_beside(member: Member) -> dict[str, str]:
+    """Those of them that are no attributes of the model."""
+    kept = {
+        f"what the recipe's {name} keeps": code_of(getattr(member.recipe, name))
+        for name in ("loss", "inputs")
     }
-    return in_words(found) | global_settings(member.recipe, member.module)
+    return in_words(kept) | global_settings(member.recipe, member.module)
+
+
+def names_changed(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
+    """Of settings in words, those that are others, or in one only; sorted."""
+    return sorted(n for n in before.keys() | after.keys() if before.get(n) != after.get(n))
 
 
 def attributes_of(module: nn.Module) -> dict[str, Any]:

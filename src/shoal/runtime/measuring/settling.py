@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shoal.core.spec import HyperParameters, TrialSpec
-from shoal.fusion.sideeffects import attributes_of, in_words
+from shoal.fusion.sideeffects import attributes_of, in_words, names_changed, naming
 from shoal.partition.build import clone_batch
 from shoal.partition.preserve import preserved, same_values
 from shoal.recipe import (
@@ -36,8 +36,7 @@ LATER = (1, 10, 1000, 10**6)
 
 def changed_attributes(before: Mapping[str, str], module: nn.Module) -> set[str]:
     """The attributes that are others than they were, in words of ``in_words``."""
-    now = in_words(attributes_of(module))
-    return {name for name in before.keys() | now.keys() if before.get(name) != now.get(name)}
+    return set(names_changed(before, in_words(attributes_of(module))))
 
 
 def why_changes_matter(
@@ -86,8 +85,7 @@ def _numbers(model: nn.Module, names: Collection[str]) -> list[tuple[str, str]]:
         (path, name)
         for path, child in model.named_modules()
         for name, value in vars(child).items()
-        if type(value) in (int, float)
-        and f"the attribute {f'{path}.{name}'.lstrip('.')!r}" in names
+        if type(value) in (int, float) and naming(path, name) in names
     ]
 
 
