@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from shoal.fusion.declined import Untraceable
+from shoal.fusion.likeness import same_bits
 from shoal.fusion.sidebyside import put_side_by_side
 from shoal.fusion.tracing import trace
 
@@ -198,11 +199,3 @@ def _laid(gradient: Tensor, like: Tensor) -> Tensor:
     return torch.empty_strided(
         like.shape, like.stride(), dtype=like.dtype, device=like.device
     ).copy_(gradient)
-
-
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are equal in every bit, NaN and the sign of zero included."""
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    pair = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other))
-    return torch.equal(*pair)

@@ -70,6 +70,19 @@ def _largest(tensor: Tensor) -> float:
     return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are equal in every bit, NaN and the sign of zero included.
+
+    Where one is in host memory they are compared there: a device may have no room for it.
+    """
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if one.device != other.device:
+        one, other = one.cpu(), other.cpu()
+    pair = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other))
+    return torch.equal(*pair)
+
+
 def numpy_stream() -> str:
     """The state of NumPy's global stream."""
     state: Any = np.random.get_state()

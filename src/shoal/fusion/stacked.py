@@ -16,6 +16,7 @@ from shoal.core import arraykeys
 from shoal.fusion.declined import Declined
 from shoal.fusion.installed import swap_buffers
 from shoal.fusion.level import like_alone
+from shoal.fusion.likeness import same_bits
 
 
 def is_of_base(parameter: nn.Parameter) -> bool:
@@ -109,7 +110,7 @@ class Stacked:
         for name in self.base:
             parameter, mine = module.get_parameter(name), self.parameters[name][0]
             is_here = parameter.data_ptr() == mine.data_ptr()
-            if not (is_here or _are_alike(parameter.detach(), mine)):
+            if not (is_here or same_bits(parameter, mine)):
                 raise Declined(other_base(name))
 
     def settle(self, slot: int, module: nn.Module) -> None:
@@ -150,18 +151,6 @@ class Stacked:
 
     def _let_go_of_buffers(self, module: nn.Module) -> None:
         swap_buffers(module, {id(b): b.detach().clone() for b in module.buffers()})
-
-
-def _are_alike(one: Tensor, other: Tensor) -> bool:
-    """To the bit; where one is in host memory, there: a device may have no room for it."""
-    if one.device != other.device:
-        one, other = one.cpu(), other.cpu()
-    return torch.equal(_bits(one), _bits(other))
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """Bytes, so that NaN is itself and 0 is not -0."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def owners(module: nn.Module) -> Mapping[str, str]:

@@ -30,10 +30,11 @@ from shoal.fusion.fused import (
     masked,
     written_silently,
 )
-from shoal.fusion.graph import Graph, Inputs, Left, Ran, capture, same_bits
+from shoal.fusion.graph import Graph, Inputs, Left, Ran, capture
 from shoal.fusion.idle import add_gradients
 from shoal.fusion.launcher import Launcher
 from shoal.fusion.level import entered
+from shoal.fusion.likeness import same_bits
 from shoal.fusion.member import Member
 from shoal.fusion.outputs import by_slot, taken_apart
 from shoal.fusion.outside import Given, Heard, Mask, Outside, draw
