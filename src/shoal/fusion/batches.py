@@ -100,6 +100,11 @@ def rebuilt(batch: Any, leaves: Iterator[Tensor]) -> Any:
     return _built([batch], lambda _: next(leaves))
 
 
+def changed_by(change: Callable[[Tensor], Tensor], batch: Any) -> Any:
+    """A batch of this one's structure, whose tensors are ``change`` of its own."""
+    return rebuilt(batch, map(change, leaves_of(batch)))
+
+
 def leaves_of(batch: Any) -> list[Tensor]:
     """The tensors of a batch, in the order in which ``rebuilt`` puts others there."""
     if isinstance(batch, Tensor):

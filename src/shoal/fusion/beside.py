@@ -10,10 +10,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
+from shoal.fusion.batches import changed_by
 from shoal.fusion.likeness import copies
 from shoal.fusion.loop import lone_pass
 from shoal.fusion.member import Member, in_streams
@@ -69,7 +68,7 @@ def _first_change(member: Member, batch: Batch) -> str:
         return ""  # of such a step two calls are looked at
     if not (recipe.metrics or member.schedule) and is_torchs(member.optimizer):
         return ""
-    batch = tree_map_only(Tensor, torch.clone, batch)
+    batch = changed_by(torch.clone, batch)
     member.module.train()
     with in_streams(member, HOST):
         output, loss = lone_pass(member, batch, HOST)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shoal.fusion.batches import leaves_of, rebuilt
+from shoal.fusion.batches import changed_by
 from shoal.fusion.blend import HIDDEN
 from shoal.fusion.declined import Declined
 from shoal.fusion.member import Member
@@ -42,8 +42,7 @@ def _copied(member: Member, memo: dict[int, Any]) -> Member:
 
 def as_double(batch: Any) -> Any:
     """A batch with its floating-point tensors in float64."""
-    leaves = leaves_of(batch)
-    return rebuilt(batch, (t.double() if t.is_floating_point() else t for t in leaves))
+    return changed_by(lambda t: t.double() if t.is_floating_point() else t, batch)
 
 
 def close(alone: Tensor, found: Tensor, limit: float, scale: float) -> bool:

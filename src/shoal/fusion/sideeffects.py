@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from shoal.bound import code_of
+from shoal.fusion.batches import changed_by
 from shoal.fusion.blend import HIDDEN, same
 from shoal.fusion.declined import Declined
 from shoal.fusion.globals import global_settings, identity
@@ -84,7 +84,7 @@ def _change_when_evaluating(
 
 def _change(member: Member, batch: Any, device: torch.device, what: str, own_passes: bool) -> str:
     """What is another after forwards, the first of which may lay up something for the others."""
-    batch = tree_map_only(Tensor, torch.clone, batch)
+    batch = changed_by(torch.clone, batch)
     parameters = member.module.named_parameters()
     tensors: list[tuple[str, Tensor]] = [(f"the parameter {name!r}", p) for name, p in parameters]
     tensors += [("its batch", leaf) for leaf in tensors_of(batch)]
@@ -214,7 +214,7 @@ def _laid_up(member: Member, batch: Any, device: torch.device) -> dict[str, Any]
     member.module.train()
     before = in_words(attributes_of(member.module))
     with in_streams(member, device):
-        lone_pass(member, tree_map_only(Tensor, torch.clone, batch), device)
+        lone_pass(member, changed_by(torch.clone, batch), device)
     found = attributes_of(member.module)
     after = in_words(found)
     return {name: value for name, value in found.items() if before.get(name) != after[name]}

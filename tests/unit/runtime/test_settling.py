@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import UserDict
+
 import pytest
 import torch
 from torch import nn
@@ -92,6 +94,23 @@ def test_what_nobody_depends_on_keeps_no_model_whole(does):
 
     assert names
     assert words == ""
+
+
+@pytest.mark.parametrize("kind", [dict, UserDict])
+def test_a_first_batch_that_is_a_mapping_tells_as_much(kind):
+    """Also where torch's pytrees do not look into it, as of transformers' tokenizers."""
+    batch = kind(x=BATCH[0], y=BATCH[1])
+    recipe = shoal.Recipe(
+        model=lambda hp: Net(begins),
+        data=lambda hp: ([batch], None),
+        inputs=lambda batch: (batch["x"],),
+        loss=lambda output, batch: (output - batch["y"]).square().mean(),
+    )
+    trial, names = TrialSpec(number=0, hp={"lr": 1e-3}, seed=0), {"the attribute 'kept'"}
+
+    assert "and forwards after it compute something else" in why_changes_matter(
+        recipe, trial, batch, names
+    )
 
 
 def test_random_numbers_go_on_as_they_were():

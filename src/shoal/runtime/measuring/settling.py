@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from shoal.core.spec import HyperParameters, TrialSpec
+from shoal.fusion.batches import changed_by
 from shoal.fusion.sideeffects import attributes_of, in_words, names_changed, naming
 from shoal.partition.build import clone_batch
 from shoal.partition.preserve import preserved, same_values
@@ -101,7 +102,7 @@ def _another(batch: Batch) -> Batch:
         turned = tensor.flip(list(range(tensor.dim())))
         return turned * 1.5 + 0.25 if tensor.is_floating_point() else turned
 
-    return tree_map_only(Tensor, other, batch)
+    return changed_by(other, batch)
 
 
 def _outcome(model: nn.Module, recipe: Recipe, batch: Batch) -> tuple[list[Tensor], RngState]:
