@@ -11,7 +11,6 @@ from shoal.core.errors import PlanError, TooLarge, last_words
 from shoal.core.plan import Plan
 from shoal.core.spec import DeviceSpec, Place, Scalar, TrialSpec
 from shoal.core.technique import Technique, asks_by_shard
-from shoal.core.turns import DEFAULT
 from shoal.core.units import Seconds
 from shoal.fusion.lengths import told_of_lengths
 from shoal.fusion.match import told_of
@@ -26,6 +25,7 @@ from shoal.planning.paced import Length, length_of, pace_warnings, too_short
 from shoal.planning.pipelining import Question, early
 from shoal.planning.planned import Planned, Settled, with_homes_in_files, with_split_masters
 from shoal.planning.populated import Space, check_members, check_unfreezing, check_ways
+from shoal.planning.sharing import Shared
 from shoal.planning.staleness import ALIKE, OPEN, Staleness, Way
 from shoal.planning.warned import (
     global_warnings,
@@ -36,7 +36,7 @@ from shoal.planning.warned import (
     why_unfused,
 )
 from shoal.recipe import Recipe
-from shoal.runtime.messages import Noticed, Order
+from shoal.runtime.messages import Described, Noticed, Order
 from shoal.runtime.pool import Worker, WorkerPool
 
 
@@ -166,21 +166,67 @@ class Planner:
         return with_homes_in_files(planned) if self.in_files else planned
 
     def _plan(self, trials: Sequence[TrialSpec], asking: Asking) -> Planned:
-        varied, arrays = self._varied, self._fusing.is_wanted
-        changing = frozenset[str]()
-        described = asking.describe(trials, arrays=arrays, shapes=varied is not None)
+        arrays, shapes = self._fusing.is_wanted, self._varied is not None
+        described = asking.describe(trials, arrays=arrays, shapes=shapes)
         lengths = self._lengths(described.noticed)
         described = asking.refuse(described, too_short(described.noticed, lengths))
-        if varied is not None:
-            check_members(trials, described.noticed)
-            first = next(t for t in trials if t.number in described.noticed)
-            changing = check_ways(varied, first, described.noticed[first.number], asking)
-            self._varied = None  # who comes later is of no population
-        mixed = mixed_warnings(trials, described.noticed) if varied is not None else ()
+        changing, mixed = self._check_members(trials, described.noticed, asking)
         if not self.in_files:
             large = self._home_room.refused(described.noticed)
             described = asking.refuse(described, large, TooLarge)
         kinds, ways = self._kinds(trials, described.signatures)
+        shared = self._settle(trials, kinds, ways, asking)
+        self._take_idle(shared.kinds.values())
+        able = [trial for trial in trials if trial.number not in asking.failures]
+        found = [(trial, shared.kinds[kinds[trial.number]]) for trial in able]
+        planned = self._collect(found, shared.places, shared.rule, asking.failures)
+        noticed = described.noticed
+        check_unfreezing(changing, planned.layouts)
+        self._noticed.update(noticed)
+        warnings = (
+            *unread_warnings(trials, noticed),
+            *pace_warnings(noticed, lengths),
+            *mixed,
+            *global_warnings(set_by_factories(self._noticed), self._noticed),
+            *lost_warnings(one.measure for one in shared.kinds.values()),
+        )
+        jobs = with_frozen(planned.plan.jobs, described.signatures, noticed)
+        planned = replace(
+            planned,
+            plan=replace(planned.plan, jobs=jobs, warnings=warnings),
+            unvalidated=tuple(sorted(n for n in noticed if not noticed[n].validates)),
+        )
+        self._staleness.add(jobs)
+        return self._with_arrays(planned, trials, described, asking)
+
+    def _check_members(
+        self, trials: Sequence[TrialSpec], noticed: Mapping[int, Noticed], asking: Asking
+    ) -> tuple[frozenset[str], tuple[str, ...]]:
+        """What changes while the trials of a population train, and its warnings.
+
+        Raises:
+            PlanError: what was described of them shows that they cannot be one.
+        """
+        if self._varied is None:
+            return frozenset(), ()
+        check_members(trials, noticed)
+        first = next(trial for trial in trials if trial.number in noticed)
+        changing = check_ways(self._varied, first, noticed[first.number], asking)
+        self._varied = None  # who comes later is of no population
+        return changing, mixed_warnings(trials, noticed)
+
+    def _settle(
+        self,
+        trials: Sequence[TrialSpec],
+        kinds: Mapping[int, str],
+        ways: dict[str, Way],
+        asking: Asking,
+    ) -> Shared:
+        """The technique of each kind, and how trials share a device; ``ways`` may be others then.
+
+        Raises:
+            PlanError: a trial fits in no way, or what was forced cannot be done.
+        """
         decide = self._deciding_of(next(iter(ways.values()), OPEN))
         alike: dict[str, list[TrialSpec]] = {}
         for trial in trials:
@@ -199,37 +245,21 @@ class Planner:
         gang = max((found.gang for found in settled.values()), default=1)
         share = crowd or len(kinds) * gang > len(self._devices)
         active = decide.active(settled.values()) if share else 1
-        rule = DEFAULT
         if active == 1:  # what was settled for several at a time may do better alone
             again = {s: alike[s] for s, found in settled.items() if found.active > 1}
             settled |= asking.settle(again, partial(asks, crowd=False))
         elif gang == 1:
             present = [kinds[t.number] for t in trials if kinds.get(t.number) in settled]
-            settled, active, rule = decide.mix(settled, present[:: len(self._devices)], active)
-        self._take_idle(settled.values())
-        able = [trial for trial in trials if trial.number not in asking.failures]
-        found = [(trial, settled[kinds[trial.number]]) for trial in able]
-        planned = self._collect(found, active, rule, asking.failures)
-        noticed = described.noticed
-        check_unfreezing(changing, planned.layouts)
-        self._noticed.update(noticed)
-        shared = set_by_factories(self._noticed)
-        lost = lost_warnings(one.measure for one in settled.values())
-        others = global_warnings(shared, self._noticed)
-        meant = (*unread_warnings(trials, noticed), *pace_warnings(noticed, lengths))
-        warnings = (*meant, *mixed, *others, *lost)
-        planned = replace(
-            planned,
-            plan=replace(
-                planned.plan,
-                jobs=with_frozen(planned.plan.jobs, described.signatures, noticed),
-                warnings=warnings,
-            ),
-            unvalidated=tuple(sorted(n for n in noticed if not noticed[n].validates)),
-        )
-        self._staleness.add(planned.plan.jobs)
+            return decide.mix(settled, present[:: len(self._devices)], active)
+        return Shared(settled, active)
+
+    def _with_arrays(
+        self, planned: Planned, trials: Sequence[TrialSpec], described: Described, asking: Asking
+    ) -> Planned:
+        """With the places that trials have in arrays, where those are wanted."""
         if not described.arrays:
             return planned
+        noticed, shared = described.noticed, set_by_factories(self._noticed)
         if shared and not self._fusing.knows(described.arrays):
             why = why_unfused(shared)
             jobs = tuple(replace(job, why=(*job.why, why)) for job in planned.plan.jobs)
@@ -237,6 +267,7 @@ class Planner:
         from_state = {trial.number: trial.parent for trial in trials if trial.warm}
         bases = {n: one.base._replace(parent=from_state.get(n)) for n, one in noticed.items()}
         bases = {} if self._recipe.step else bases
+        able = [trial for trial in trials if trial.number in planned.layouts]
         facts = self._fusing.alike(described.arrays, described.batches, bases)
         jobs = self._fusing.places(
             planned.plan.jobs,
