@@ -88,24 +88,27 @@ def plan_study(
     served = pack_recipe(study.recipe), settings, KernelChoice.here()
     pool.configure(hardware.devices, *served)
     hardware, idle = without_libraries(hardware, idle, pool.library_bytes())
-    recipe = study.recipe
-    if study.search.varied:  # who goes on from another's state would need its versions too
-        recipe = replace(recipe, stale=None)
-    args = (study.name, pool, hardware.devices, recipe, technique, place)
-    times = Times(
-        total=lambda batches, each: total_steps(settings, batches, each),
-        eval_every=settings.eval_every,
-        by_epochs=settings.epochs is not None,
-        eta=ETA if study.search.halves else None,
-        prunes=study.search.pruner is not None and not study.search.varied,
-        generation=study.search.generation,
-        changes=changes_of(study.search.varied_space) if study.search.varied else None,
+    times = _times_of(study, settings)
+    fusing = Fusing(
+        fuse,
+        hardware.devices,
+        {**pins.keys, **recorded},
+        times,
+        before,
+        steps,
+        on_record=fused,
+        reseats=reseats,
     )
-    known = {**pins.keys, **recorded}
-    seated = (known, times, before, steps)
-    fusing = Fusing(fuse, hardware.devices, *seated, on_record=fused, reseats=reseats)
+    recipe, varied = study.recipe, study.search.varied
+    if varied:  # who goes on from another's state would need its versions too
+        recipe = replace(recipe, stale=None)
     planner = Planner(
-        *args,
+        study.name,
+        pool,
+        hardware.devices,
+        recipe,
+        technique,
+        place,
         steps=settings.steps,
         stops=stops_of(settings),
         fusing=fusing,
@@ -114,7 +117,7 @@ def plan_study(
         keys={**recorded, **before},
         total=times.total,
         pins=pins.techniques,
-        varied=study.search.varied_space if study.search.varied else None,
+        varied=study.search.varied_space if varied else None,
         home_room=HomeRoom(
             hardware.host_memory if hardware.spill_dir is None else None,
             free=free_memory(),
@@ -129,23 +132,57 @@ def plan_study(
     if more := planned.plan.devices[len(hardware.devices) :]:
         pool.warm(len(planned.plan.devices))
         pool.configure(more, *served)
-    searches, begun = not study.search.is_plain, bool(recorded)
-    planned = check_validated(planned, study.metric, searches=searches, begun=begun)
-    if doubt := doubt_of_mode(study.metric, study.mode):
-        warnings = (*planned.plan.warnings, doubt)
-        planned = replace(planned, plan=replace(planned.plan, warnings=warnings))
-    if study.search.pruner is not None:
-        check_rungs(planned, settings)
-    if study.search.varied:
-        check_population(planned, settings)
-    may_wait = not study.search.is_plain
-    planned = with_less_on_host(planner, planned, hardware.host_memory, may_wait=may_wait)
-    planned = with_less_in_memory(planner, planned, hardware, study.directory)
-    planned = with_fewer_at_once(planned, hardware.host_memory)
-    check_host_memory(planned.plan, hardware.host_memory, may_wait=may_wait)
+    planned = _checked(planned, study, settings, begun=bool(recorded))
+    planned = _fitted(planner, planned, study, hardware)
     there = {*recorded, *(trial.number for trial in trials)}
     seconds = foretold_s(planned, settings, study.search, steps, len(there))
     return planner, replace(planned, plan=with_seconds(planned.plan, seconds))
+
+
+def _times_of(study: Asked, settings: Settings) -> Times:
+    """When trials of the study are evaluated, stop, and may be pruned or changed."""
+    search = study.search
+    return Times(
+        total=lambda batches, each: total_steps(settings, batches, each),
+        eval_every=settings.eval_every,
+        by_epochs=settings.epochs is not None,
+        eta=ETA if search.halves else None,
+        prunes=search.pruner is not None and not search.varied,
+        generation=search.generation,
+        changes=changes_of(search.varied_space) if search.varied else None,
+    )
+
+
+def _checked(planned: Planned, study: Asked, settings: Settings, *, begun: bool) -> Planned:
+    """A plan that can tell what the search reads, with a warning where that may be mistaken.
+
+    Raises:
+        PlanError: nothing measures the metric, or a pruner or population has no known moments.
+    """
+    search = study.search
+    planned = check_validated(planned, study.metric, searches=not search.is_plain, begun=begun)
+    if doubt := doubt_of_mode(study.metric, study.mode):
+        warnings = (*planned.plan.warnings, doubt)
+        planned = replace(planned, plan=replace(planned.plan, warnings=warnings))
+    if search.pruner is not None:
+        check_rungs(planned, settings)
+    if search.varied:
+        check_population(planned, settings)
+    return planned
+
+
+def _fitted(planner: Planner, planned: Planned, study: Asked, hardware: Hardware) -> Planned:
+    """A plan whose trials' states the host has room for, or the disk.
+
+    Raises:
+        PlanError: neither has.
+    """
+    budget, may_wait = hardware.host_memory, not study.search.is_plain
+    planned = with_less_on_host(planner, planned, budget, may_wait=may_wait)
+    planned = with_less_in_memory(planner, planned, hardware, study.directory)
+    planned = with_fewer_at_once(planned, budget)
+    check_host_memory(planned.plan, budget, may_wait=may_wait)
+    return planned
 
 
 def without_libraries(
