@@ -382,42 +382,7 @@ def _explain_job(job: Job, like: int) -> list[str]:
         "workspace of kernels": max((s.workspace_bytes for s in shards), default=NO_BYTES),
     }
     if isinstance(job.technique, Spilled):
-        place = job.technique.optimizer
-        lines.append(f"    {counted(len(shards), 'shard')}, the optimizer steps on the {place}")
-        if job.technique.transfer == "bf16":
-            lines.append("    weights that only bf16 products read travel as bfloat16")
-        if has_split_master(job.technique):
-            lines.append("    the host keeps them as that, and what it lacks of their float32")
-        if kept := kept_shards(job.technique):
-            names = _shards_named(kept)
-            stay = counted(len(kept), "of them stays", "of them stay")
-            lines.append(f"    {stay} on the device between steps: {names}")
-        if weights := kept_weights(job.technique):
-            names = _shards_named(weights)
-            stay = counted(len(weights), "keeps its", "keep their")
-            lines.append(f"    {stay} parameters there, and the optimizer state travels: {names}")
-        if late_shards(job.technique):
-            lines.append("    that state takes memory there from its first load to a step's end")
-        for shard, num_bytes in heads_of(job.technique).items():
-            part = "state" if shard in kept_weights(job.technique) else "parameters"
-            size = format_bytes(Bytes(num_bytes))
-            lines.append(f"    {size} of the {part} of shard {shard} stay there too")
-        turned = [s for s in turned_shards(job.technique, len(shards)) if not shards[s].frozen]
-        if turned:
-            names = _shards_named(turned)
-            stay = counted(len(turned), "more stays", "more stay")
-            lines.append(f"    {stay} from forward to backward: {names}")
-        if waiting := waiting_gradients(job.technique, len(shards)):
-            names = _shards_named(waiting)
-            lines.append(f"    gradients of {len(waiting)} wait there for the step: {names}")
-        if saves := job.technique.keep_activations:
-            names = _shards_named(saves)
-            keep = counted(len(saves), "keeps what its", "keep what their")
-            lines.append(f"    {keep} forward saved, and run it once: {names}")
-        if spills := job.technique.spill_activations:
-            names = _shards_named(spills)
-            lines.append(f"    what the forward of {len(spills)} saved waits on the host: {names}")
-        lines += [f"    {_explain_shard(shard)}" for shard in shards]
+        lines += _explain_shards(shards, job.technique)
     if isinstance(job.technique, Pipelined):
         lines += _explain_pipeline(job, job.technique)
     if isinstance(job.technique, DataParallel):
@@ -458,6 +423,46 @@ def _explain_rooms(place: ArrayPlace) -> str:
 def _part(technique: Technique) -> str:
     is_cut = isinstance(technique, Pipelined) and not technique.is_spilled
     return "stage" if is_cut else "shard"
+
+
+def _explain_shards(shards: Sequence[ShardSpec], technique: Spilled) -> list[str]:
+    """What stays on the device of which shards, what waits for them where, and each of them."""
+    count, place = counted(len(shards), "shard"), technique.optimizer
+    lines = [f"    {count}, the optimizer steps on the {place}"]
+    if technique.transfer == "bf16":
+        lines.append("    weights that only bf16 products read travel as bfloat16")
+    if has_split_master(technique):
+        lines.append("    the host keeps them as that, and what it lacks of their float32")
+    if kept := kept_shards(technique):
+        names = _shards_named(kept)
+        stay = counted(len(kept), "of them stays", "of them stay")
+        lines.append(f"    {stay} on the device between steps: {names}")
+    if weights := kept_weights(technique):
+        names = _shards_named(weights)
+        stay = counted(len(weights), "keeps its", "keep their")
+        lines.append(f"    {stay} parameters there, and the optimizer state travels: {names}")
+    if late_shards(technique):
+        lines.append("    that state takes memory there from its first load to a step's end")
+    for shard, num_bytes in heads_of(technique).items():
+        part = "state" if shard in kept_weights(technique) else "parameters"
+        size = format_bytes(Bytes(num_bytes))
+        lines.append(f"    {size} of the {part} of shard {shard} stay there too")
+    turned = [s for s in turned_shards(technique, len(shards)) if not shards[s].frozen]
+    if turned:
+        names = _shards_named(turned)
+        stay = counted(len(turned), "more stays", "more stay")
+        lines.append(f"    {stay} from forward to backward: {names}")
+    if waiting := waiting_gradients(technique, len(shards)):
+        names = _shards_named(waiting)
+        lines.append(f"    gradients of {len(waiting)} wait there for the step: {names}")
+    if saves := technique.keep_activations:
+        names = _shards_named(saves)
+        keep = counted(len(saves), "keeps what its", "keep what their")
+        lines.append(f"    {keep} forward saved, and run it once: {names}")
+    if spills := technique.spill_activations:
+        names = _shards_named(spills)
+        lines.append(f"    what the forward of {len(spills)} saved waits on the host: {names}")
+    return [*lines, *(f"    {_explain_shard(shard)}" for shard in shards)]
 
 
 def _explain_pipeline(job: Job, technique: Pipelined) -> list[str]:
