@@ -24,6 +24,7 @@ from shoal.planner.pipeline import Staged
 from shoal.planner.predict import predict_shard, predict_shards
 from shoal.planner.price import Speeds, run_of, work_s
 from shoal.planner.replicas import Replicated
+from shoal.planner.stages import legal_cuts
 
 
 def make_job(
@@ -184,7 +185,7 @@ class Least(NamedTuple):
 def least(measure: JobMeasure, request: Request) -> Least:
     """With everything out of the way that may be, cut finely or less so."""
     layers = measure.layers
-    possible = [index + 1 for index, layer in enumerate(layers[:-1]) if layer.cut_after]
+    possible = legal_cuts(layers)
     forced = request.technique if isinstance(request.technique, Spilled) else Spilled()
     found = []
     for every in (1, 2, 3, 4, 6, 8):
@@ -200,7 +201,7 @@ def least(measure: JobMeasure, request: Request) -> Least:
             recompute=True,
         )
         total = need(measure, shards, technique, request).total
-        found.append(Least(total, tuple(cuts), technique))
+        found.append(Least(total, cuts, technique))
     return min(found, key=lambda one: one.total)
 
 

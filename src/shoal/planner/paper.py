@@ -19,6 +19,7 @@ from shoal.planner.predict import predict_shards
 from shoal.planner.price import Speeds, price
 from shoal.planner.room import Room
 from shoal.planner.spare import use_turn
+from shoal.planner.stages import most_pieces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,7 +265,6 @@ def _least_inside(
 
 def _cut(layers: Sequence[LayerMeasure], count: int, technique: Spilled) -> tuple[int, ...] | None:
     """Cuts that make the largest shard smallest; None when ``count`` shards cannot be made."""
-    possible = sum(layer.cut_after for layer in layers[:-1]) + 1
-    if count > possible:
+    if count > most_pieces(layers):
         return None
     return cut(layers, count, shard_cost(layers, with_state=technique.optimizer == "device"))

@@ -38,7 +38,7 @@ from shoal.planner.pipeline import (
     tied_bytes,
     ties_of,
 )
-from shoal.planner.stages import Cutter, as_stages, legal_cuts
+from shoal.planner.stages import Cutter, as_stages, most_pieces
 from shoal.planner.steptime import MESSAGE_S, MOST_MICROS, Terms, byte_s
 from shoal.program.costs import JobCosts
 from shoal.program.footprint import footprint
@@ -67,7 +67,7 @@ def smallest(asked: Pipelined, terms: Terms, devices: int) -> Staged | None:
     least: list[Staged] = []
     for open_ in _settings(replace(asked, lookahead=asked.lookahead or 0), terms, devices):
         bare = replace(open_, recompute=True, keep=asked.keep or ())
-        most = asked.shards or _pieces(terms)
+        most = asked.shards or most_pieces(terms.measure.layers)
         technique = _edged(replace(bare, keep_gradients=bool(asked.keep_gradients)), terms, most)
         if technique is not None:
             paper = _Paper(*technique, terms, None)
@@ -105,15 +105,11 @@ def _settings(asked: Pipelined, terms: Terms, devices: int) -> Iterator[Pipeline
     micros = asked.micro_batches or terms.request.micro_batches
     place = asked.optimizer or terms.request.place
     places: tuple[Place, ...] = (place,) if place else ("host", "device")
-    most = min(devices, _pieces(terms), asked.shards or devices)
+    most = min(devices, most_pieces(terms.measure.layers), asked.shards or devices)
     counts = [asked.stages] if asked.stages else range(2, most + 1)
     for stages, where in itertools.product(counts, places):
         named = replace(asked, schedule=asked.known_schedule, lag=asked.lag or 0)
         yield replace(named, stages=stages, micro_batches=micros, optimizer=where)
-
-
-def _pieces(terms: Terms) -> int:
-    return len(legal_cuts(terms.measure.layers)) + 1
 
 
 def _some(open_: Pipelined, asked: Pipelined, terms: Terms, budget: Bytes) -> Iterator[Staged]:
@@ -123,8 +119,8 @@ def _some(open_: Pipelined, asked: Pipelined, terms: Terms, budget: Bytes) -> It
         fewest = next(_fitting(ahead, asked, terms, budget), None)
         if fewest is None:
             continue
-        least, pieces = len(fewest.shards), _pieces(terms)
-        more = [] if asked.shards else sorted({min(pieces, times * least) for times in TIMES})
+        least, finest = len(fewest.shards), most_pieces(terms.measure.layers)
+        more = [] if asked.shards else sorted({min(finest, times * least) for times in TIMES})
         counts = [count for count in more if count > least]
         papers = [_of_count(ahead, asked, terms, count) for count in counts]
         for paper in (fewest, *papers):
@@ -136,7 +132,7 @@ def _some(open_: Pipelined, asked: Pipelined, terms: Terms, budget: Bytes) -> It
 def _fitting(open_: Pipelined, asked: Pipelined, terms: Terms, budget: Bytes) -> Iterator[_Paper]:
     """Those that fit with nothing kept that was not asked for, from the fewest shards on."""
     least = asked.shards or max(open_.stages or 2, 2)
-    for count in [least] if asked.shards else range(least, _pieces(terms) + 1):
+    for count in [least] if asked.shards else range(least, most_pieces(terms.measure.layers) + 1):
         paper = _of_count(open_, asked, terms, count)
         if paper is not None and paper.least <= budget and paper.fits(budget):
             yield paper
@@ -185,7 +181,7 @@ def _edges(
 
     def shards_of(stage: int, number: int) -> list[int] | None:
         start, stop = bounds[stage]
-        if number > sum(layer.cut_after for layer in layers[start : stop - 1]) + 1:
+        if number > most_pieces(layers[start:stop]):
             return None
         inner = cut(layers[start:stop], number, lambda a, b: cost(start + a, start + b))
         return [start, *(start + place for place in inner), stop]

@@ -191,6 +191,11 @@ def legal_cuts(layers: Sequence[LayerMeasure]) -> tuple[int, ...]:
     return tuple(i + 1 for i, layer in enumerate(layers[:-1]) if layer.cut_after)
 
 
+def most_pieces(layers: Sequence[LayerMeasure]) -> int:
+    """How many shards or stages there are at most."""
+    return len(legal_cuts(layers)) + 1
+
+
 class Cutter:
     """Cuts of one measure for any number of stages.
 

@@ -28,7 +28,7 @@ from shoal.planner.pipeline import (
     staged,
 )
 from shoal.planner.price import Speeds
-from shoal.planner.stages import legal_cuts
+from shoal.planner.stages import legal_cuts, most_pieces
 from shoal.planner.steptime import Terms
 from shoal.planner.timetoloss import Place
 from shoal.planning.planned import Settled
@@ -549,11 +549,11 @@ def _near_micros(rows: int, pieces: int, accumulate: int) -> str:
 
 
 def _too_few_pieces(measure: JobMeasure, asked: Pipelined) -> str:
-    pieces, stages = len(legal_cuts(measure.layers)) + 1, asked.stages or 2
-    if stages <= pieces:
+    most = most_pieces(measure.layers)
+    if (asked.stages or 2) <= most:
         return ""
-    return f"its model has {counted(pieces, 'piece')} that may stand alone. " + (
-        f"Ask for at most {pieces}." if pieces > 1 else "Use technique='resident'."
+    return f"its model has {counted(most, 'piece')} that may stand alone. " + (
+        f"Ask for at most {most}." if most > 1 else "Use technique='resident'."
     )
 
 

@@ -21,6 +21,7 @@ from shoal.memory.layout import TrialLayout, head_sizes, lenders, state_of
 from shoal.planner.away import FROZEN
 from shoal.planner.choose import may_go_by_shard
 from shoal.planner.need import Need, Request, goes_by_batch
+from shoal.planner.stages import most_pieces
 from shoal.runtime.messages import Measured
 from shoal.spill.generate import route_of
 
@@ -81,12 +82,11 @@ def refuse_shards(
 
 def refuse_too_many(trial: TrialSpec, measured: Measured, forced: Technique | None) -> None:
     """Raises PlanError where there are to be more shards than the model has pieces."""
-    layers = measured.measure.layers
-    pieces = sum(layer.cut_after for layer in layers[:-1]) + 1
-    if isinstance(forced, Spilled) and (forced.shards or 1) > pieces:
+    most = most_pieces(measured.measure.layers)
+    if isinstance(forced, Spilled) and (forced.shards or 1) > most:
         raise PlanError(
             f"trial {trial.number} was asked to train in {forced.shards} shards, but its "
-            f"model has {counted(pieces, 'piece')} that may stand alone. Ask for at most {pieces}."
+            f"model has {counted(most, 'piece')} that may stand alone. Ask for at most {most}."
         )
 
 

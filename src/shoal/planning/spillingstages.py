@@ -13,7 +13,7 @@ from shoal.memory.layout import lenders
 from shoal.planner.need import Need
 from shoal.planner.pipeline import Staged
 from shoal.planner.spilledstages import as_measured, fitted, smallest, spilled_candidates
-from shoal.planner.stages import legal_cuts
+from shoal.planner.stages import most_pieces
 from shoal.planner.steptime import MESSAGE_S, Terms
 from shoal.runtime.messages import Measured, MeasureShards, Order
 
@@ -97,12 +97,12 @@ def _cannot(asked: Pipelined, exact: Measured) -> str:
 
 def too_many_shards(measure: JobMeasure, asked: Pipelined) -> str:
     """Whether more shards were asked for than there are pieces; or more stages."""
-    pieces = len(legal_cuts(measure.layers)) + 1
-    if (asked.shards or 0) <= pieces:
+    most = most_pieces(measure.layers)
+    if (asked.shards or 0) <= most:
         return ""
     return (
         f"{asked.shards} shards were asked for, and its model has "
-        f"{counted(pieces, 'piece')} that may stand alone. Ask for at most {pieces}."
+        f"{counted(most, 'piece')} that may stand alone. Ask for at most {most}."
     )
 
 
