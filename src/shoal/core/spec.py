@@ -219,6 +219,11 @@ class LayerMeasure:
     narrow: Narrow | None = None
     halves: Halves | None = None  # where they were measured
 
+    @property
+    def trained_bytes(self) -> Bytes:
+        """Of its parameters those that have gradients."""
+        return self.parameter_bytes if self.gradient_bytes is None else self.gradient_bytes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardSpec:

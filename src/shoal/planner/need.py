@@ -91,6 +91,11 @@ class Need:
         """What is reserved."""
         return Bytes(self.held + self.unit)
 
+    @property
+    def most(self) -> Bytes:
+        """What is reserved, or the peak where that is more."""
+        return max(self.total, self.peak)
+
 
 def programs(
     shards: Sequence[ShardSpec], technique: Technique, request: Request, lent: tuple[int, ...] = ()

@@ -62,9 +62,9 @@ class Staged:
     def need(self) -> Need:
         """Bytes that are enough on every device: of the neediest stage, for each of them."""
         held = max(need.held for need in self.needs)
-        total = max(need.total for need in self.needs)
+        most = max(need.most for need in self.needs)
         peak = max(need.peak for need in self.needs)
-        return Need(held=held, unit=Bytes(max(total, peak) - held), peak=peak, moved=Bytes(0))
+        return Need(held=held, unit=Bytes(most - held), peak=peak, moved=Bytes(0))
 
     @property
     def gang(self) -> int:

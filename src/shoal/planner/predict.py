@@ -21,10 +21,7 @@ def predict_shards(layers: Sequence[LayerMeasure], cuts: Sequence[int]) -> tuple
 def predict_shard(layers: Sequence[LayerMeasure], index: int, start: int, stop: int) -> ShardSpec:
     """One shard of layers ``start`` to ``stop``."""
     chosen = layers[start:stop]
-    gradients = [
-        layer.parameter_bytes if layer.gradient_bytes is None else layer.gradient_bytes
-        for layer in chosen
-    ]
+    gradients = [layer.trained_bytes for layer in chosen]
     saved, peak = _in_backward(chosen, gradients)
     forward = max(layer.forward_peak_bytes for layer in chosen)
     return ShardSpec(

@@ -303,7 +303,7 @@ class _Paper:
 
     def fits(self, budget: Bytes) -> bool:
         """Whether every stage fits; the first holds the most and is asked first."""
-        return all(_reserved(self._need(stage)) <= budget for stage in range(len(self.spans)))
+        return all(self._need(stage).most <= budget for stage in range(len(self.spans)))
 
     def _bounding(self) -> int:
         """A step as full as any: with no more micro-batches than that takes."""
@@ -326,7 +326,7 @@ class _Paper:
             options.append(self._need_of(stage, False))
         held = max(need.held for need in options)
         peak = max(need.peak for need in options)
-        unit = max(max(need.total for need in options), peak) - held
+        unit = max(need.most for need in options) - held
         return Need(held=held, unit=Bytes(unit), peak=peak, moved=options[0].moved)
 
     def _need_of(self, stage: int, foretold: bool) -> Need:
@@ -406,7 +406,7 @@ class _Paper:
             count = (few + many + 1) // 2
             stays = (first + shard for shard in kept_of(stop - first, count, borrow))
             tried = self.changed(keep=tuple(sorted((*others, *stays))))
-            if _reserved(tried._need(stage)) <= budget:
+            if tried._need(stage).most <= budget:
                 best, few = tried, count
             else:
                 many = count - 1
@@ -490,10 +490,6 @@ class _Paper:
         elif not action.parts:
             size = shard.boundary_bytes + self.batch
         return Seconds(MESSAGE_S + size * byte_s(self.terms.speeds))
-
-
-def _reserved(need: Need) -> int:
-    return max(need.total, need.peak)
 
 
 def _borrows(shard: ShardSpec) -> bool:

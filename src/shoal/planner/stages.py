@@ -213,7 +213,7 @@ class Cutter:
         self._backward_s = self._sums([layer.backward_s for layer in layers])
         owned = [layer.parameter_bytes for layer in layers]
         read = [layer.parameter_bytes + layer.borrowed_bytes for layer in layers]
-        gradients = [_gradients(layer) for layer in layers]
+        gradients = [layer.trained_bytes for layer in layers]
         self._owned, self._read = self._sums(owned), self._sums(read)
         self._state = self._sums([layer.state_bytes for layer in layers])
         self._gradients = self._sums(gradients)
@@ -373,7 +373,7 @@ def _in_pieces(layer: LayerMeasure, split: Split) -> LayerMeasure:
         layer,
         boundary_bytes=split.of(layer.boundary_bytes),
         carry_bytes=split.of(layer.carry_bytes),
-        halves=_split_halves(_halves_or_all(layer), split, casts, casts + _gradients(layer)),
+        halves=_split_halves(_halves_or_all(layer), split, casts, casts + layer.trained_bytes),
     )
 
 
@@ -387,10 +387,6 @@ def _halves_or_all(layer: LayerMeasure) -> Halves:
         second_peak_bytes=layer.backward_peak_bytes,
         making_peak_bytes=layer.backward_peak_bytes,
     )
-
-
-def _gradients(layer: LayerMeasure) -> int:
-    return layer.parameter_bytes if layer.gradient_bytes is None else layer.gradient_bytes
 
 
 def _entering(layers: Sequence[LayerMeasure], split: Split) -> _Table:

@@ -56,7 +56,7 @@ def settle_spilled(
         if found is not None:
             return exact, found
         needed = as_measured(asked, one, exact.measure.shards, terms, exact.layout)
-        least = min(least or needed, needed, key=lambda staged: _most(staged.need))
+        least = min(least or needed, needed, key=lambda staged: staged.need.most)
     return _too_large(trial, asked, terms, budget, devices, least)
 
 
@@ -138,7 +138,7 @@ def _too_large(
     return PlanError(
         f"{_head(trial, asked)}it does not fit even if its stages are spilled: cut into "
         f"{technique.shards} shards over {technique.stages} stages, stage {stage} ({layers}) "
-        f"{_needs(measured)} {format_bytes(_most(least.needs[stage]))} on a device of "
+        f"{_needs(measured)} {format_bytes(least.needs[stage].most)} on a device of "
         f"{format_bytes(budget)}. Of that {format_bytes(largest.parameter_bytes)} are the "
         f"parameters of its largest shard, and {format_bytes(largest.backward_peak_bytes)} are "
         f"taken inside that shard's backward. {'; '.join(outs).capitalize()}."
@@ -149,18 +149,13 @@ def _needs(measured: Staged | None) -> str:
     return "needs about" if measured is None else "was measured and needs"
 
 
-def _most(need: Need) -> Bytes:
-    return Bytes(max(need.total, need.peak))
-
-
 def why_spilled(
     whole: Need, chosen: Staged, asked: Pipelined, terms: Terms, exact: Measured, budget: Bytes
 ) -> list[str]:
     """Why these stages are spilled so."""
     technique, count = chosen.technique, chosen.gang
     each = ", ".join(
-        f"stage {stage} needs {format_bytes(_most(need))}"
-        for stage, need in enumerate(chosen.needs)
+        f"stage {stage} needs {format_bytes(need.most)}" for stage, need in enumerate(chosen.needs)
     )
     kept, moved = len(kept_shards(technique)), sum(need.moved for need in chosen.needs)
     cause = "spilled stages were asked for"

@@ -177,7 +177,7 @@ def test_to_stop_at_the_first_stage_that_does_not_fit_changes_no_choice(monkeypa
     quickly = found(**options)
 
     def fits(self, budget):
-        return all([spilledstages._reserved(need) <= budget for need in self.needs])
+        return all([need.most <= budget for need in self.needs])
 
     monkeypatch.setattr(spilledstages._Paper, "fits", fits)
     assert quickly == found(**options)
