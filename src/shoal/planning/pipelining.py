@@ -35,6 +35,7 @@ from shoal.planning.planned import Settled
 from shoal.planning.speeds import corrected
 from shoal.planning.spillingstages import (
     best_on_paper,
+    head,
     how_long,
     may_spill,
     settle_spilled,
@@ -201,7 +202,7 @@ class Pipelining:
             weighed = yield from self._weigh(trial, asked, terms, trials, found)
         exact, chosen = weighed[0] or found
         if guesses_ties(asked, exact):
-            raise PlanError(_head(trial, chosen.technique) + f"{TIED}. Leave predict=True out.")
+            raise PlanError(head(trial, chosen.technique) + f"{TIED}. Leave predict=True out.")
         whole = self._resident(measured)
         other = self._alone(measured.measure, whole, speeds)
         why = [*self._why_so(whole, exact, chosen, asked, terms), *weighed[1], *_against(other)]
@@ -347,7 +348,7 @@ class Pipelining:
                 known[cuts] = yield MeasureShards(trial, cuts, halves=halves)
             exact = known[cuts]
             if shared := _shares_buffers(exact):
-                return PlanError(_head(trial, technique) + shared)
+                return PlanError(head(trial, technique) + shared)
             found = tried[technique] = staged(technique, exact.measure.shards, terms, exact.layout)
             if found.need.total <= self._budget:
                 return exact, found
@@ -457,7 +458,7 @@ class Pipelining:
         if (most := self._devices // asked.width) > count:
             outs.append(f"ask for more stages, up to {most}")
         return PlanError(
-            f"{_head(trial, closest.technique)}stage {number}, {names}, needs "
+            f"{head(trial, closest.technique)}stage {number}, {names}, needs "
             f"{format_bytes(closest.needs[number].total)} on a device of "
             f"{format_bytes(self._budget)}: {format_bytes(stage.parameter_bytes)} of parameters, "
             f"{format_bytes(stage.state_bytes)} of optimizer state and "
@@ -470,7 +471,7 @@ class Pipelining:
 
     def _refuse(self, trial: TrialSpec, measure: JobMeasure, asked: Pipelined) -> None:
         if words := self._impossible(measure, asked):
-            raise PlanError(_head(trial, asked) + words)
+            raise PlanError(head(trial, asked) + words)
 
     def _impossible(self, measure: JobMeasure, asked: Pipelined) -> str:
         """Why a model that was measured cannot be a pipeline as asked; empty if it can."""
@@ -534,11 +535,6 @@ class Pipelining:
             f"{counted(count // accumulate, 'step')} of {accumulate} and {shortest} more. Drop "
             f"the last batches, change accumulate=, or use {instead(asked)}."
         )
-
-
-def _head(trial: TrialSpec, asked: Pipelined) -> str:
-    stages = f" of {asked.stages} stages" if asked.stages else ""
-    return f"trial {trial.number} was asked to train as a pipeline{stages}, but "
 
 
 def _near_micros(rows: int, pieces: int, accumulate: int) -> str:

@@ -30,6 +30,12 @@ def may_spill(asked: Pipelined) -> bool:
     return is_open and asked.width == 1 and asked.known_schedule in SPILLING
 
 
+def head(trial: TrialSpec, asked: Pipelined) -> str:
+    """How the words begin for that a trial cannot be a pipeline as asked."""
+    stages = f" of {asked.stages} stages" if asked.stages else ""
+    return f"trial {trial.number} was asked to train as a pipeline{stages}, but "
+
+
 def best_on_paper(
     asked: Pipelined, terms: Terms, budget: Bytes, devices: int, trials: int
 ) -> Staged | None:
@@ -51,7 +57,7 @@ def settle_spilled(
             measured[edges] = yield MeasureShards(trial, edges)
         exact = measured[edges]
         if words := _cannot(asked, exact):
-            return PlanError(f"{_head(trial, asked)}{words}")
+            return PlanError(f"{head(trial, asked)}{words}")
         found = fitted(asked, one, exact.measure.shards, terms, exact.layout, budget)
         if found is not None:
             return exact, found
@@ -121,7 +127,7 @@ def _too_large(
     least = measured or smallest(asked, terms, devices)
     if least is None:
         return PlanError(
-            f"{_head(trial, asked)}its model cannot be cut into {asked.shards or 'several'} "
+            f"{head(trial, asked)}its model cannot be cut into {asked.shards or 'several'} "
             "shards over these stages. Ask for fewer, or leave cuts= out."
         )
     stage, technique = least.neediest, least.technique
@@ -136,7 +142,7 @@ def _too_large(
     if technique.schedule == "gpipe":
         outs.append("use schedule='flush', which holds the activations of fewer micro-batches")
     return PlanError(
-        f"{_head(trial, asked)}it does not fit even if its stages are spilled: cut into "
+        f"{head(trial, asked)}it does not fit even if its stages are spilled: cut into "
         f"{technique.shards} shards over {technique.stages} stages, stage {stage} ({layers}) "
         f"{_needs(measured)} {format_bytes(least.needs[stage].most)} on a device of "
         f"{format_bytes(budget)}. Of that {format_bytes(largest.parameter_bytes)} are the "
@@ -206,8 +212,3 @@ _GRADIENTS_STAY = (
     "device in its one visit all the same, and leave it once a step; where the model draws what "
     "cannot be foretold, they wait there for the last micro-batch"
 )
-
-
-def _head(trial: TrialSpec, asked: Pipelined) -> str:
-    stages = f" of {asked.stages} stages" if asked.stages else ""
-    return f"trial {trial.number} was asked to train as a pipeline{stages}, but "
