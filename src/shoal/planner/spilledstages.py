@@ -39,7 +39,7 @@ from shoal.planner.pipeline import (
     ties_of,
 )
 from shoal.planner.stages import Cutter, as_stages, most_pieces
-from shoal.planner.steptime import MESSAGE_S, MOST_MICROS, Terms, byte_s
+from shoal.planner.steptime import MESSAGE_S, MOST_MICROS, Terms, byte_s, lengthened
 from shoal.program.costs import JobCosts
 from shoal.program.footprint import footprint
 from shoal.program.ir import Action, Op, Part
@@ -436,13 +436,7 @@ class _Paper:
     def _replayed(self) -> tuple[Seconds, float]:
         """Seconds of a step in the middle of a training, and the part of them that is bubbles."""
         some = min(self.micros, max(MOST_MICROS, 2 * len(self.spans)))
-        step_s, busy_s = self._steady(some)
-        if some < self.micros:
-            fewer = some // 2
-            before_s, busy_before_s = self._steady(fewer)
-            more = (self.micros - some) / (some - fewer)
-            step_s += more * (step_s - before_s)
-            busy_s += more * (busy_s - busy_before_s)
+        step_s, busy_s = lengthened(self._steady, some, self.micros)
         bubbles = 1.0 - busy_s / (len(self.spans) * step_s) if step_s > 0 else 0.0
         return Seconds(max(step_s, 1e-6)), min(max(bubbles, 0.0), 1.0)
 

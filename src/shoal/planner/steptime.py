@@ -14,7 +14,7 @@ written, with the bytes a second that the step was measured to have.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, inf
 from typing import NamedTuple
@@ -27,8 +27,8 @@ from shoal.pipeline.stops import Stops
 from shoal.planner.need import Request
 from shoal.planner.price import Speeds
 from shoal.planner.stages import Split
-from shoal.program.costs import JobCosts
-from shoal.program.ir import Action, Op, Part
+from shoal.program.costs import JobCosts, moved_bytes
+from shoal.program.ir import Action, Op
 from shoal.program.replay import Run, replay
 
 MESSAGE_S = 2e-4  # to pack a message, wake who waits for it, and unpack it
@@ -123,13 +123,7 @@ class Steps:
         technique = self.technique
         micros = technique.micro_batches or 1
         some = min(micros, technique.width * max(MOST_MICROS, 2 * len(self.stages)))
-        step_s, busy_s = self._steady(some)
-        if some < micros:
-            fewer = some // 2
-            before_s, busy_before_s = self._steady(fewer)
-            more = (micros - some) / (some - fewer)
-            step_s += more * (step_s - before_s)
-            busy_s += more * (busy_s - busy_before_s)
+        step_s, busy_s = lengthened(self._steady, some, micros)
         return self._with_stops(max(step_s, 1e-6), busy_s, some)
 
     def _with_stops(self, step_s: float, busy_s: float, micros: int) -> StepTime:
@@ -199,24 +193,34 @@ class Steps:
         return replace(stage, step_s=Seconds(step_s * (1 + added / max(1, stage.step_bytes))))
 
 
+def lengthened(
+    steady: Callable[[int], tuple[float, float]], some: int, micros: int
+) -> tuple[float, float]:
+    """Seconds of a step of ``micros``, and those in which devices compute, from shorter steps.
+
+    ``steady`` tells both of so many; it is asked for ``some``, and each that comes after them
+    takes what one of their second half does.
+    """
+    step_s, busy_s = steady(some)
+    if some < micros:
+        fewer = some // 2
+        before_s, busy_before_s = steady(fewer)
+        more = (micros - some) / (some - fewer)
+        step_s += more * (step_s - before_s)
+        busy_s += more * (busy_s - busy_before_s)
+    return step_s, busy_s
+
+
 def _message_s(
     action: Action, stages: Sequence[ShardSpec], batch: Bytes, speeds: Speeds
 ) -> Seconds | None:
     """How long a message takes from device to device; None of what is none."""
     if action.op is not Op.SEND:
         return None
-    return Seconds(MESSAGE_S + _message_bytes(action, stages, batch) * byte_s(speeds))
-
-
-def _message_bytes(action: Action, stages: Sequence[ShardSpec], batch: Bytes) -> int:
-    shard = stages[action.shard]
-    if Part.PARAM in action.parts:
-        return shard.parameter_bytes - shard.owned_bytes
-    if Part.SUM in action.parts:
-        return shard.gradient_bytes
-    if Part.NORM in action.parts or Part.RNG in action.parts:
-        return 0
-    return shard.carry_bytes if Part.GRAD in action.parts else shard.boundary_bytes + batch
+    size = moved_bytes(action, stages[action.shard])
+    if not action.parts:  # activations, with which the batch travels
+        size = Bytes(size + batch)
+    return Seconds(MESSAGE_S + size * byte_s(speeds))
 
 
 def byte_s(speeds: Speeds) -> float:
