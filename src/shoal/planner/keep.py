@@ -22,7 +22,7 @@ from shoal.core.units import Seconds
 from shoal.planner.away import with_none_recomputed, with_some_moved
 from shoal.planner.lean import keep_lean
 from shoal.planner.need import waiting_input_bytes
-from shoal.planner.price import Speeds, price
+from shoal.planner.price import Speeds
 from shoal.planner.room import Option, Room, most_of
 from shoal.planner.spare import head_most, share_late, use_turn
 from shoal.spill.generate import kept_of, route_of
@@ -36,9 +36,7 @@ def keep_best(room: Room, speeds: Speeds) -> Option | None:
     """The technique with the room divided as it costs the least; None if it does not fit."""
 
     def priced(some: Iterable[Option]) -> list[tuple[Seconds, Option]]:
-        args = (room.request, speeds, room.active)
-        batch = room.measure.batch_bytes
-        return [(price(room.shards, batch, t, *args).step_s, (t, n)) for t, n in some]
+        return [(room.step_s(option[0], speeds), option) for option in some]
 
     spread = keep_most(room)
     if spread is None:

@@ -16,7 +16,7 @@ from shoal.planner.keep import keep_most
 from shoal.planner.lean import keep_lean
 from shoal.planner.need import Need, Request, fits, need, sweeps, waiting_input_bytes
 from shoal.planner.predict import predict_shards
-from shoal.planner.price import Speeds, price
+from shoal.planner.price import Speeds
 from shoal.planner.room import Room
 from shoal.planner.spare import use_turn
 from shoal.planner.stages import most_pieces
@@ -133,12 +133,11 @@ class Paper:
         """The price of a step, with as much kept as there should be room for."""
         open_, active = choice.technique, choice.active
         base = self._need(choice.cuts, open_)
-        batch, request = self._measure.batch_bytes, self._request
 
         def guessed_s(technique: Spilled) -> Seconds:
             room = self._room(choice.cuts, technique, budget, active)
             found = guess_saves(room, guess_most(room, base)[0], base)
-            return price(room.shards, batch, found, request, speeds, active).step_s
+            return room.step_s(found, speeds)
 
         if open_.optimizer == "host" and open_.keep_turn is None:  # or more activations instead
             return min(guessed_s(open_), guessed_s(replace(open_, keep_turn=0)))

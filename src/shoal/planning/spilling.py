@@ -277,9 +277,9 @@ class Spilling:
         if kept is None or lone is None:
             least = replace(technique, keep=(), keep_turn=0, keep_gradients=0)
             return need(measure, measure.shards, least, request, rows)
-        batch, shards = measure.batch_bytes, measure.shards
+        shards = measure.shards
         priced = replace(request, micro_batches=max(1, round(passes * self.request.micro_batches)))
-        step_s = price(shards, batch, kept[0], priced, self.speeds, 1).step_s
+        step_s = replace(room, request=priced).step_s(kept[0], self.speeds)
         waiting = rows_waiting(rows) if request.micro_batches > 1 and not array.varies else 0
         inputs = waiting_input_bytes(shards, kept[0], request.micro_batches)
         return SpilledArrayPlan(
