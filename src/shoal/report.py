@@ -18,7 +18,7 @@ from shoal.core.aim import Aim, metric_rank
 from shoal.core.errors import SpecError, last_words
 from shoal.core.spec import HyperParameters, Scalar
 from shoal.core.studyfiles import DATABASE
-from shoal.core.units import counted, format_bytes, format_seconds
+from shoal.core.units import counted, format_bytes, format_seconds, format_value
 from shoal.named import Origin
 from shoal.observe import jsonl
 from shoal.observe.reader import read_events
@@ -536,7 +536,7 @@ def _table(report: Report) -> list[str]:
     for trial in trials:
         values: list[Scalar] = [trial.metrics.get(name, "-") for name in metrics]
         values += [trial.hp.get(name, "-") for name in settings]
-        rows.append([_cell(v) for v in (trial.number, *values, report._state_of(trial))])
+        rows.append([format_value(v) for v in (trial.number, *values, report._state_of(trial))])
         rows[-1].append(f"{trial.seconds:.1f}")
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
@@ -548,7 +548,3 @@ def _heritage(trial: TrialResult) -> str:
     """From whom it went on, the last one first."""
     sources = (f"{one['source']} at {one['step']}" for one in reversed(trial.inherited))
     return f"from {', '.join(sources)}" if trial.inherited else ""
-
-
-def _cell(value: Scalar) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

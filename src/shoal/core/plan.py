@@ -445,7 +445,7 @@ def _explain_shards(shards: Sequence[ShardSpec], technique: Spilled) -> list[str
         lines.append("    that state takes memory there from its first load to a step's end")
     for shard, num_bytes in heads_of(technique).items():
         part = "state" if shard in kept_weights(technique) else "parameters"
-        size = format_bytes(Bytes(num_bytes))
+        size = format_bytes(num_bytes)
         lines.append(f"    {size} of the {part} of shard {shard} stay there too")
     turned = [s for s in turned_shards(technique, len(shards)) if not shards[s].frozen]
     if turned:

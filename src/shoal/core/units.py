@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NewType
 
 from shoal.core.errors import SpecError
@@ -83,6 +83,11 @@ def format_bytes(size: int | float) -> str:
     return f"{amount:.1f} TiB"
 
 
+def format_rate(bytes_per_s: float) -> str:
+    """As ``format_bytes``, of each second: ``"1.5 GiB/s"``."""
+    return f"{format_bytes(round(bytes_per_s))}/s"
+
+
 def format_enough(size: int) -> str:
     """As ``format_bytes``, rounded up: who gives as much as it says gives enough."""
     unit = next((unit for unit in (2**10, 2**20, 2**30) if size < 1024 * unit), 2**40)
@@ -119,6 +124,11 @@ def format_value(value: object) -> str:
 def counted(number: int, noun: str, plural: str = "") -> str:
     """A number with its noun: ``"1 trial"``, ``"2 trials"``; "y" and "ch" need their plural."""
     return f"{number} {noun if number == 1 else plural or noun + 's'}"
+
+
+def named_trials(numbers: Sequence[int]) -> str:
+    """``"trial 3"``, ``"trials 0 to 3, 7"``."""
+    return f"trial {numbers[0]}" if len(numbers) == 1 else f"trials {list_some(numbers)}"
 
 
 _RUNS = 12

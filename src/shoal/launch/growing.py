@@ -15,14 +15,14 @@ warm or both cold. What ``to`` added is equal to nothing: it needs no memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 
 from shoal.control import CloneTrial, ExtendTrials
 from shoal.core.errors import SpecError
 from shoal.core.spec import Scalar
-from shoal.core.units import counted, list_some
+from shoal.core.units import counted, named_trials
 from shoal.resume import (
     Addition,
     StudyRecord,
@@ -86,7 +86,8 @@ def grow(
     trials = tuple(trial.number for trial in new.trials[len(record.trials) :])
     added = replace(new, additions=(*record.additions, Addition(time=time, trials=trials)))
     past = f"; {_say_past(equal[-1])}" if equal and not unfinished else ""
-    return Grown(record=added, trials=trials, is_new=True, text=f"added {_name(trials)}{past}")
+    text = f"added {named_trials(trials)}{past}"
+    return Grown(record=added, trials=trials, is_new=True, text=text)
 
 
 def of_today(order: Order, record: StudyRecord, now: Mapping[str, Scalar] | None) -> Order:
@@ -113,12 +114,12 @@ def _grow_to(
         )
     if to == there:
         open_ = [trial.number for trial in record.trials if trial.number not in ended]
-        rest = f"; going on with {_name(open_)}" if open_ else ""
+        rest = f"; going on with {named_trials(open_)}" if open_ else ""
         text = f"study {record.name!r} has {counted(there, 'trial')} already: none was added{rest}"
         return Grown(record=record, trials=(), is_new=False, text=text)
     new = more_points(record, to - there)
     trials = tuple(trial.number for trial in new.trials[there:])
-    text = f"added {_name(trials)}: study {record.name!r} has {to} in all"
+    text = f"added {named_trials(trials)}: study {record.name!r} has {to} in all"
     return Grown(record=new, trials=trials, is_new=True, text=text)
 
 
@@ -149,20 +150,16 @@ def _going_on(record: StudyRecord, addition: Addition) -> Grown:
     if len(addition.trials) > 1:
         was, has, them = ("were", "have not all", "them")
     text = (
-        f"{_name(addition.trials)} {was} added by the same command on {_date(addition)} and "
-        f"{has} ended; going on with {them} (--again adds more)"
+        f"{named_trials(addition.trials)} {was} added by the same command on {_date(addition)} "
+        f"and {has} ended; going on with {them} (--again adds more)"
     )
     return Grown(record=record, trials=addition.trials, is_new=False, text=text)
 
 
 def _say_past(addition: Addition) -> str:
     has = "has" if len(addition.trials) == 1 else "have all"
-    name = _name(addition.trials)
+    name = named_trials(addition.trials)
     return f"{name}, which the same command added on {_date(addition)}, {has} ended"
-
-
-def _name(trials: Sequence[int]) -> str:
-    return f"trial {trials[0]}" if len(trials) == 1 else f"trials {list_some(trials)}"
 
 
 def _date(addition: Addition) -> str:

@@ -325,8 +325,8 @@ def with_fewer_at_once(planned: Planned, budget: int | None) -> Planned:
     note = (
         f"up to {active} and not {plan.active} trials share a device: with what waits on the host "
         f"for those that train, {plan.active} at a time would take "
-        f"{format_bytes(Bytes(needed(plan.active)))} there, which may use "
-        f"{format_bytes(Bytes(budget))}"
+        f"{format_bytes(needed(plan.active))} there, which may use "
+        f"{format_bytes(budget)}"
     )
     return replace(planned, plan=replace(plan, active=active, notes=(*plan.notes, note)))
 

@@ -45,7 +45,7 @@ def why_no_look(life: Life) -> str:
         return f"a step takes {format_seconds(life.step_s)}, little of which is Python"
     if HOPE * life.total * life.step_s > LOOK_S:
         return ""
-    all_s = format_seconds(Seconds(life.total * life.step_s))
+    all_s = format_seconds(life.total * life.step_s)
     return f"all steps of a device take {all_s}, too little for a look to be worth it"
 
 

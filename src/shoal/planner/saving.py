@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from shoal.core.units import Bytes, Seconds, format_bytes, format_seconds
+from shoal.core.units import Bytes, Seconds, format_bytes, format_rate, format_seconds
 
 PART = 0.25
 """Of the interval, saving all trials that train at a time may take so much."""
@@ -85,13 +85,14 @@ def _found(states: States, disk: DiskSpeed, all_s: Seconds) -> str:
     expected = ""
     if disk.expected_bytes_per_s is not None:
         far = "far less than" if disk.is_far_slower else "with"
-        expected = f", {far} {_rate(disk.expected_bytes_per_s)} expected (`shoal bench`)"
+        expected = f", {far} {format_rate(disk.expected_bytes_per_s)} expected (`shoal bench`)"
     who = (
         "the trial that trains" if states.trials == 1 else f"the {states.trials} trials that train"
     )
     return (
-        f"the disk of {disk.place} writes {_rate(disk.bytes_per_s)}, measured just now{expected}: "
-        f"to save {who} at a time, {format_bytes(states.together)}, takes {format_seconds(all_s)}"
+        f"the disk of {disk.place} writes {format_rate(disk.bytes_per_s)}, measured just "
+        f"now{expected}: to save {who} at a time, {format_bytes(states.together)}, takes "
+        f"{format_seconds(all_s)}"
     )
 
 
@@ -116,7 +117,3 @@ def _rests(rests_s: Seconds, every_s: Seconds, share: float) -> str:
         f", and the largest from then on about every {format_seconds(rests_s)}, for a save is "
         f"followed by {1 / share:.0f} times as long without one"
     )
-
-
-def _rate(bytes_per_s: float) -> str:
-    return f"{format_bytes(Bytes(round(bytes_per_s)))}/s"

@@ -88,11 +88,11 @@ def why_no_look(load: Load) -> str:
     least_s = LEAST_S if len(set(load.steps)) == 1 else SHORT_S
     if not load.is_known or not math.isfinite(load.step_s):
         return ""
-    seconds, look_s = format_seconds(Seconds(load.alone_s)), _first_look_s(load)
+    seconds, look_s = format_seconds(load.alone_s), _first_look_s(load)
     if load.alone_s >= least_s and look_s <= RISKED * load.alone_s:
         return ""
     found = f"one by one all are through in about {seconds}, too soon for arrays to be measured"
-    return found + f", which takes some {format_seconds(Seconds(look_s))}" * (look_s > 0)
+    return found + f", which takes some {format_seconds(look_s)}" * (look_s > 0)
 
 
 def _first_look_s(load: Load) -> float:
@@ -225,8 +225,8 @@ def why_not_compiled(measure: ArrayMeasure, load: Load) -> str:
     price = COMPILE_S * measure.nodes
     if shortest < PAYS * price:
         return (
-            f"compiling is reckoned at {format_seconds(Seconds(price))}, which trials that are "
-            f"through in {format_seconds(Seconds(shortest))} do not bring back"
+            f"compiling is reckoned at {format_seconds(price)}, which trials that are "
+            f"through in {format_seconds(shortest)} do not bring back"
         )
     return ""
 
@@ -389,7 +389,7 @@ def choose(measure: ArrayMeasure, load: Load, fits: Fits) -> WidthChoice:
     took, alone = (of(best, load, measure.valid_batches) for of in (array_s, serial_s))
     words = (
         f"as arrays of {best.width}, {best.kind}{_in_shards(best)}: all are through in "
-        f"{format_seconds(Seconds(took))}, one by one in {format_seconds(Seconds(alone))}"
+        f"{format_seconds(took)}, one by one in {format_seconds(alone)}"
         f"{_some(measure.notes)}"
     )
     return WidthChoice(best.width, best.kind, (words, *lines))
@@ -398,7 +398,7 @@ def choose(measure: ArrayMeasure, load: Load, fits: Fits) -> WidthChoice:
 def praise(found: WidthMeasure, notes: Sequence[str], trials: int) -> str:
     """What an array that was asked for takes, in words; so many ``trials`` have its shape."""
     there = min(trials, found.width)
-    alone = format_seconds(Seconds(there * found.alone_s))
+    alone = format_seconds(there * found.alone_s)
     idle = found.width - there
     empty = f", {counted(idle, 'slot')} of which {'is' if idle == 1 else 'are'} empty" * bool(idle)
     return (
@@ -445,10 +445,10 @@ def _table(measure: ArrayMeasure, load: Load, fits: Fits, best: WidthMeasure | N
         if found.shards:
             takes = f"{format_bytes(found.moved_bytes)} moved a step"
         figures = (
-            f"{format_seconds(Seconds(found.step_s / found.width))} a step and trial (alone "
+            f"{format_seconds(found.step_s / found.width)} a step and trial (alone "
             f"{format_seconds(found.alone_s)}), {takes}, "
-            f"all through in {format_seconds(Seconds(took))} (one by one "
-            f"{format_seconds(Seconds(alone))})"
+            f"all through in {format_seconds(took)} (one by one "
+            f"{format_seconds(alone)})"
         )
         lines.append(f"{name}: {figures}: {_verdict(found, measure, load, fits, best)}")
     return lines

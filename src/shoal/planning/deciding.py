@@ -426,7 +426,7 @@ class Deciding:
             reasons.append(
                 f"{counted(len(saves), 'shard keeps what its', 'shards keep what their')} "
                 "forward saved, for which there is room: running it again would take "
-                f"{format_seconds(Seconds(seconds))} a micro-batch"
+                f"{format_seconds(seconds)} a micro-batch"
             )
         if technique.spill_activations:
             recomputes = replace(technique, spill_activations=(), recompute="auto")

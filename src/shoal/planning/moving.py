@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from shoal.core.errors import PlanError
 from shoal.core.spec import ShardSpec, TrialSpec
 from shoal.core.technique import Spilled, has_split_master, travels_narrow
-from shoal.core.units import Bytes, Seconds, counted, format_bytes, format_seconds
+from shoal.core.units import Seconds, counted, format_bytes, format_seconds
 from shoal.planner.away import FROZEN, can_move
 from shoal.planner.need import moved_saved_bytes
 from shoal.spill.generate import route_of
@@ -80,8 +80,8 @@ def why_narrow(shards: Sequence[ShardSpec], technique: Spilled) -> str:
     )
     said = (
         "weights that only bf16 products read travel as bfloat16, with the same bits: of the "
-        f"shards that travel {format_bytes(Bytes(narrow))} are loaded instead of "
-        f"{format_bytes(Bytes(whole))}"
+        f"shards that travel {format_bytes(narrow)} are loaded instead of "
+        f"{format_bytes(whole)}"
     )
     if has_split_master(technique):
         said += ", and beside that the host keeps no more than the 17 bits that it lacks of each"

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from shoal.bench import Measured, load
 from shoal.core.profile import Profile
 from shoal.core.spec import DeviceSpec
-from shoal.core.units import Bytes, Seconds, counted, format_bytes, format_seconds
+from shoal.core.units import Seconds, counted, format_rate, format_seconds
 from shoal.planner.price import Price, Speeds
 
 CPU_BYTES_PER_S = 8e9  # a copy in memory, by a thread that has a core
@@ -65,8 +65,8 @@ def host_step(device: DeviceSpec, measured: Measured | None) -> HostStep:
     return HostStep(
         times,
         f"{times:.1f} times as long for an optimizer step on the host as on the GPU, which "
-        f"`shoal bench` measured: AdamW gets {_rate(here)} of the host's memory "
-        f"({counted(device.threads, 'thread')}), a kernel {_rate(there)} of the GPU's",
+        f"`shoal bench` measured: AdamW gets {format_rate(here)} of the host's memory "
+        f"({counted(device.threads, 'thread')}), a kernel {format_rate(there)} of the GPU's",
     )
 
 
@@ -96,15 +96,11 @@ def corrected(speeds: Speeds, link: tuple[float, float] | None) -> Speeds:
         return speeds
     up, down = min(up, speeds.up_bytes_per_s), min(down, speeds.down_bytes_per_s)
     found, said = (
-        f"{_rate(way[0])} up and {_rate(way[1])} down"
+        f"{format_rate(way[0])} up and {format_rate(way[1])} down"
         for way in ((up, down), (speeds.up_bytes_per_s, speeds.down_bytes_per_s))
     )
     source = f"link speeds measured just now, {found}, far less than {speeds.source}, {said}"
     return replace(speeds, up_bytes_per_s=up, down_bytes_per_s=down, source=source)
-
-
-def _rate(bytes_per_s: float) -> str:
-    return f"{format_bytes(Bytes(round(bytes_per_s)))}/s"
 
 
 def _emulated(profile: Profile) -> Speeds:

@@ -94,7 +94,7 @@ def _cannot(asked: Pipelined, exact: Measured) -> str:
     if stale:
         return (
             f"shard {stale[0].index} is to stay on its device and borrows "
-            f"{format_bytes(Bytes(stale[0].parameter_bytes - stale[0].owned_bytes))} of tied "
+            f"{format_bytes(stale[0].parameter_bytes - stale[0].owned_bytes)} of tied "
             "parameters from another one, whose step would leave it an old copy. Leave it out of "
             "keep=."
         )
@@ -173,7 +173,7 @@ def why_spilled(
         f"whole, on one device, it would need {format_bytes(whole.total)}, and one has "
         f"{format_bytes(budget)}; {cause}; spilled, {each}",
         f"{named}; {counted(kept, 'stays on its device', 'stay on their devices')}, the others "
-        f"move {format_bytes(Bytes(moved))} in a step, over all links together",
+        f"move {format_bytes(moved)} in a step, over all links together",
         how_long(chosen.step_s, count, chosen.bubbles, terms.speeds.sources),
     ]
     if technique.schedule == "gpipe":

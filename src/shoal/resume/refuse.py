@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from shoal.core.errors import SpecError
 from shoal.core.spec import Scalar
-from shoal.core.units import counted, list_some
+from shoal.core.units import counted, named_trials
 from shoal.resume.code import is_same
 from shoal.resume.recipe import PERMISSIONS, RecipeRecord
 from shoal.resume.record import StudyRecord, TrialRecord
@@ -140,7 +140,7 @@ def less_training(asked: StudyRecord, done: Mapping[int, int]) -> None:
         most = max(done[number] for number in beyond)
         raise SpecError(
             f"cannot go on with study {asked.name!r} for {asked.unit}={asked.length}: "
-            f"{_trials(beyond)} trained longer, up to {most} {asked.unit}. Ask for at least "
+            f"{named_trials(beyond)} trained longer, up to {most} {asked.unit}. Ask for at least "
             f"{asked.unit}={most}, {_OTHERWISE}"
         )
 
@@ -149,7 +149,7 @@ def weights_only(recorded: StudyRecord, asked: StudyRecord, trials: Sequence[int
     """More training for finished trials of which only the weights were kept."""
     if trials:
         raise SpecError(
-            f"cannot train {_trials(trials)} of study {asked.name!r} on to {asked.unit}="
+            f"cannot train {named_trials(trials)} of study {asked.name!r} on to {asked.unit}="
             f"{asked.length}: of a finished trial only the weights were kept, and training needs "
             "its optimizer's state and random numbers too. Put "
             f"{asked.unit}={recorded.length} back, or run a study of another name with "
@@ -165,8 +165,9 @@ def another_recipe(recorded: StudyRecord, asked: StudyRecord, trained: Sequence[
         shown.append(f"... and {len(lines) - MAX_DIFF_LINES} more lines")
     diff = "\n".join(f"  {line}" for line in shown)
     raise SpecError(
-        f"cannot go on with study {asked.name!r}: {_trials(trained)} trained with another recipe, "
-        f"and trials of two recipes cannot be compared. Changed: {', '.join(names)}.\n{diff}\n"
+        f"cannot go on with study {asked.name!r}: {named_trials(trained)} trained with another "
+        f"recipe, and trials of two recipes cannot be compared. Changed: {', '.join(names)}.\n"
+        f"{diff}\n"
         "Put the recipe back; or accept it as it is now with accept_recipe=True "
         "(--accept-recipe): trials that have not ended, and failed ones with retry_failed=True "
         "(--retry-failed), go on with it from their last state, and that is recorded; "
@@ -175,10 +176,6 @@ def another_recipe(recorded: StudyRecord, asked: StudyRecord, trained: Sequence[
 
 
 # -- in words ---------------------------------------------------------------------------------
-
-
-def _trials(numbers: Sequence[int]) -> str:
-    return f"trial {numbers[0]}" if len(numbers) == 1 else f"trials {list_some(numbers)}"
 
 
 def _rules(record: StudyRecord) -> dict[str, object]:

@@ -30,7 +30,7 @@ from shoal.core.event import (
 )
 from shoal.core.plan import Job, Plan, seconds_of_work
 from shoal.core.studyfiles import PLAN
-from shoal.core.units import Bytes, Seconds, counted, format_bytes, format_seconds
+from shoal.core.units import counted, format_bytes, format_seconds
 from shoal.observe import jsonl, read_events
 from shoal.observe.snapshot import Folder, Snapshot
 from shoal.source import load_study
@@ -196,8 +196,8 @@ def describe(record: Mapping[str, Any], place: Path) -> str:
     whole = [
         "'all steps' is their work, validation between them included, spread over the devices; "
         "'a step' is a median. With waits and pauses the first step "
-        f"to the last took {_seconds(record['steps_lasted_s'])}, and the run, with starting and "
-        f"planning, {_seconds(record['run_lasted_s'])}."
+        f"to the last took {format_seconds(record['steps_lasted_s'])}, and the run, with "
+        f"starting and planning, {format_seconds(record['run_lasted_s'])}."
     ]
     if record["later_trials"]:
         whole.append(f"{later} came while it ran, and no plan foretold them: they are left out.")
@@ -207,7 +207,7 @@ def describe(record: Mapping[str, Any], place: Path) -> str:
         [
             f"study {record['study']} in {place}: the plan of its last run, and what it came to",
             "",
-            align(["time of", *pair], [["all steps", *_pair(record, "{}_s", _seconds)]]),
+            align(["time of", *pair], [["all steps", *_pair(record, "{}_s", format_seconds)]]),
             "",
             align(["peak of", *pair], list(map(_device_cells, record["devices"]))),
             "",
@@ -222,13 +222,13 @@ def describe(record: Mapping[str, Any], place: Path) -> str:
 
 
 def _device_cells(record: Mapping[str, Any]) -> list[str]:
-    return [record["device"], *_pair(record, "{}_bytes", _bytes)]
+    return [record["device"], *_pair(record, "{}_bytes", format_bytes)]
 
 
 def _trial_cells(record: Mapping[str, Any]) -> list[str]:
     star = "*" if record["replanned"] else ""
     first = [str(record["trial"]), record["how"] + star, str(record["steps"])]
-    return [*first, *_pair(record, "{}_step_s", _seconds)]
+    return [*first, *_pair(record, "{}_step_s", format_seconds)]
 
 
 def _pair(record: Mapping[str, Any], name: str, words: Callable[[Any], str]) -> Iterable[str]:
@@ -236,11 +236,3 @@ def _pair(record: Mapping[str, Any], name: str, words: Callable[[Any], str]) -> 
     planned, measured = record[name.format("planned")], record[name.format("measured")]
     times = f"{measured / planned:.2f}" if planned and measured else DASH
     return (*(DASH if x is None else words(x) for x in (planned, measured)), times)
-
-
-def _seconds(value: float) -> str:
-    return format_seconds(Seconds(value))
-
-
-def _bytes(value: int) -> str:
-    return format_bytes(Bytes(value))
