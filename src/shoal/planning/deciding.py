@@ -17,10 +17,6 @@ from shoal.core.technique import (
     Spilled,
     Technique,
     asks_by_shard,
-    kept_weights,
-    late_shards,
-    turned_shards,
-    waiting_gradients,
 )
 from shoal.core.units import Bytes, Seconds, counted, format_bytes, format_enough, format_seconds
 from shoal.hardware import available_cores
@@ -51,7 +47,7 @@ from shoal.planner.pipeline import Alternative
 from shoal.planner.price import Price, price
 from shoal.planner.room import Room
 from shoal.planning.capturing import Capturing, Total
-from shoal.planning.moving import refuse_moved, why_moved, why_narrow
+from shoal.planning.moving import refuse_moved, why_kept, why_moved, why_narrow
 from shoal.planning.pipelining import Pipelining, Question
 from shoal.planning.pipelining import numerics as pipeline_numerics
 from shoal.planning.planned import Settled
@@ -185,8 +181,7 @@ class Deciding:
         if not isinstance(forced, Spilled):
             whole = self._resident(measured)
             if whole.total <= self._budget:
-                why = self._why_resident(whole)
-                settled = _settled(measured, Resident(), 1, [*why, *measured.measure.notes])
+                settled = self._settled_resident(measured, whole)
                 return (yield from self._capturing.instead(trial, settled, trials))
             if isinstance(forced, Resident):
                 raise TooLarge(
@@ -212,8 +207,7 @@ class Deciding:
         whole = self._resident(measured)
         if whole.total > self._budget:
             raise too_large_a_step(trial, measured.measure, self._budget, whole)
-        why = self._why_resident(whole)
-        return _settled(measured, Resident(), 1, [*why, *measured.measure.notes])
+        return self._settled_resident(measured, whole)
 
     def _settle_uncut(self, trial: TrialSpec, measured: Measured, whole: Need) -> Settled:
         """A model in one piece: it trains resident if it fits."""
@@ -226,8 +220,7 @@ class Deciding:
             )
         if whole.total > self._budget:
             raise refuse(trial, measured.measure, self._budget, self._request)
-        why = self._why_resident(whole)
-        return _settled(measured, Resident(), 1, [*why, *measured.measure.notes])
+        return self._settled_resident(measured, whole)
 
     def _settle_spilled(
         self, trial: TrialSpec, measured: Measured, whole: Need, crowd: bool, trials: int
@@ -357,11 +350,12 @@ class Deciding:
         measure = measured.measure
         return need(measure, measure.shards, Resident(), self._request, measured.layout)
 
-    def _why_resident(self, whole: Need) -> list[str]:
-        return [
+    def _settled_resident(self, measured: Measured, whole: Need) -> Settled:
+        why = (
             f"it fits: the whole model needs {format_bytes(whole.total)} of "
             f"{format_bytes(self._budget)}, and nothing has to move"
-        ]
+        )
+        return _settled(measured, Resident(), 1, [why, *measured.measure.notes])
 
     def _why_spilled(
         self,
@@ -388,30 +382,7 @@ class Deciding:
             f"with the optimizer's step on the {technique.optimizer} {format_bytes(found.moved)} "
             "move over the link in a step"
         )
-        if technique.keep or technique.keep_weights:
-            none = self._need(exact, _all_travel(technique), self._request)
-            stay = counted(len(technique.keep or ()), "shard stays", "shards stay")
-            weights = kept_weights(technique)
-            more = f", and the parameters of {len(weights)} more" if weights else ""
-            reasons.append(
-                f"{stay} on the device{more}, for which there is room; if all travelled "
-                f"{format_bytes(none.moved)} would move"
-            )
-        shards = exact.measure.shards
-        if turned := [s for s in turned_shards(technique, len(shards)) if not shards[s].frozen]:
-            reasons.append(
-                f"{counted(len(turned), 'more shard holds its', 'more shards hold their')} "
-                "parameters from forward to backward, when there is room for them"
-            )
-        if waiting := waiting_gradients(technique, len(exact.measure.shards)):
-            reasons.append(
-                f"the gradients of {counted(len(waiting), 'shard')} that do not stay wait for the "
-                "step on the device, for which there is room"
-            )
-        if isinstance(forced, Spilled) and forced.late_state and not late_shards(technique):
-            reasons.append(
-                "late_state=True changes nothing: no state comes without its parameters"
-            )
+        reasons += why_kept(exact, technique, self._request)
         if technique.transfer == "bf16":
             reasons.append(why_narrow(exact.measure.shards, technique))
         if splits_nothing(exact, technique):
@@ -421,8 +392,18 @@ class Deciding:
             reasons.append(
                 f"{format_bytes(waits)} of inputs wait on the host between forward and backward"
             )
+        reasons += self._why_saved(exact.measure, technique, active)
+        if self._request.micro_batches > 1 or asks_by_shard(forced):
+            reasons.append(why_order(exact.measure, technique, self._request, choice))
+        costs = self._price_of(exact.measure, technique, active)
+        reasons.append(why_priced(costs, self._shared_s(costs), active, self._speeds))
+        return reasons
+
+    def _why_saved(self, measure: JobMeasure, technique: Spilled, active: int) -> list[str]:
+        """Which forwards are run once, and where what they saved waits."""
+        reasons = list[str]()
         if saves := technique.keep_activations:
-            seconds = sum(exact.measure.shards[shard].forward_s for shard in saves)
+            seconds = sum(measure.shards[shard].forward_s for shard in saves)
             reasons.append(
                 f"{counted(len(saves), 'shard keeps what its', 'shards keep what their')} "
                 "forward saved, for which there is room: running it again would take "
@@ -430,14 +411,9 @@ class Deciding:
             )
         if technique.spill_activations:
             recomputes = replace(technique, spill_activations=(), recompute="auto")
-            prices = [self._price_of(exact.measure, t, active) for t in (technique, recomputes)]
+            prices = [self._price_of(measure, t, active) for t in (technique, recomputes)]
             moves_s, recomputes_s = (found.step_s for found in prices)
-            shards = exact.measure.shards
-            reasons.append(why_moved(shards, technique, moves_s, recomputes_s))
-        if self._request.micro_batches > 1 or asks_by_shard(forced):
-            reasons.append(why_order(exact.measure, technique, self._request, choice))
-        costs = self._price_of(exact.measure, technique, active)
-        reasons.append(why_priced(costs, self._shared_s(costs), active, self._speeds))
+            reasons.append(why_moved(measure.shards, technique, moves_s, recomputes_s))
         return reasons
 
     def _shared_s(self, found: Price) -> Seconds:
@@ -572,12 +548,6 @@ class Deciding:
 
 def _named(technique: Technique) -> str:
     return type(technique).__name__.lower()
-
-
-def _all_travel(technique: Spilled) -> Spilled:
-    none = replace(technique, keep=(), keep_weights=(), keep_head=None)
-    none = replace(none, keep_turn=0, keep_gradients=0, late_state=None)
-    return replace(none, keep_activations=(), spill_activations=())
 
 
 def _step_place(technique: Technique) -> str:

@@ -1,15 +1,25 @@
-"""What is said of activations that wait on the host, why some cannot, and of narrow weights."""
+"""What is said of what stays on the device, of what waits on the host, and of narrow weights."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from shoal.core.errors import PlanError
 from shoal.core.spec import ShardSpec, TrialSpec
-from shoal.core.technique import Spilled, has_split_master, travels_narrow
+from shoal.core.technique import (
+    Spilled,
+    has_split_master,
+    kept_weights,
+    late_shards,
+    travels_narrow,
+    turned_shards,
+    waiting_gradients,
+)
 from shoal.core.units import Seconds, counted, format_bytes, format_seconds
 from shoal.planner.away import FROZEN, can_move
-from shoal.planner.need import moved_saved_bytes
+from shoal.planner.need import Request, moved_saved_bytes, need
+from shoal.runtime.messages import Measured
 from shoal.spill.generate import route_of
 
 
@@ -68,6 +78,39 @@ def _why_not(shard: ShardSpec, technique: Spilled, is_able: bool) -> str:
     if shard.saved_bytes is not None:
         return shard.why_not_movable or "with narrower weights its backward could not bear it"
     return "its forward changes what its backward, or another shard, reads"
+
+
+def why_kept(exact: Measured, technique: Spilled, request: Request) -> list[str]:
+    """What stays on the device from step to step, or from forward to backward."""
+    forced, shards, reasons = request.technique, exact.measure.shards, list[str]()
+    if technique.keep or technique.keep_weights:
+        none = need(exact.measure, shards, _all_travel(technique), request, exact.layout)
+        stay = counted(len(technique.keep or ()), "shard stays", "shards stay")
+        weights = kept_weights(technique)
+        more = f", and the parameters of {len(weights)} more" if weights else ""
+        reasons.append(
+            f"{stay} on the device{more}, for which there is room; if all travelled "
+            f"{format_bytes(none.moved)} would move"
+        )
+    if turned := [s for s in turned_shards(technique, len(shards)) if not shards[s].frozen]:
+        reasons.append(
+            f"{counted(len(turned), 'more shard holds its', 'more shards hold their')} "
+            "parameters from forward to backward, when there is room for them"
+        )
+    if waiting := waiting_gradients(technique, len(shards)):
+        reasons.append(
+            f"the gradients of {counted(len(waiting), 'shard')} that do not stay wait for the "
+            "step on the device, for which there is room"
+        )
+    if isinstance(forced, Spilled) and forced.late_state and not late_shards(technique):
+        reasons.append("late_state=True changes nothing: no state comes without its parameters")
+    return reasons
+
+
+def _all_travel(technique: Spilled) -> Spilled:
+    none = replace(technique, keep=(), keep_weights=(), keep_head=None)
+    none = replace(none, keep_turn=0, keep_gradients=0, late_state=None)
+    return replace(none, keep_activations=(), spill_activations=())
 
 
 def why_narrow(shards: Sequence[ShardSpec], technique: Spilled) -> str:
