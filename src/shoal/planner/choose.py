@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import inf
 
 from shoal.core.spec import JobMeasure, Order, Place
@@ -43,17 +43,54 @@ def choices(
     speeds: Speeds,
 ) -> Iterator[Cutting]:
     """Spilled choices that should fit, for each number of trials at a time; the cheapest first."""
-    paper = Paper(measure, request)
+    of = _Choosing(measure, budget, actives, request, speeds, Paper(measure, request))
     phases = {
         order: _boundary_places(measure, budget, request, order)
         for order in orders_of(measure, request)
     }
+    for phase in (0, 1):
+        first, *second = [(order, places[phase]) for order, places in phases.items()]
+        plain = of.priced(*first)
+        if not second:
+            yield from of.ranked(plain)
+            continue
+        if not plain and not phase:  # it has room where its inputs wait on the host
+            plain = of.priced(first[0], phases[first[0]][1])
+        least_s = _least_by_shard(measure, request, plain)
+        if _least_s(plain) <= ALIKE * least_s:
+            ranked = of.ranked(plain)
+            yield from (replace(one, other_s=least_s, other_least=True) for one in ranked)
+            continue
+        may_wait = of.paper.may_wait  # on the host
+        by_shard = [one for one in of.priced(*second[0]) if may_wait(one[1])]
+        if of.is_quicker(by_shard, plain):
+            plain_s = _told(_least_s(plain))
+            fitting = filter(may_wait, of.ranked(by_shard))
+            yield from (replace(one, other_s=plain_s) for one in fitting)
+            yield from of.ranked(plain)
+        else:
+            by_shard_s = _told(_least_s(by_shard))
+            yield from (replace(one, other_s=by_shard_s) for one in of.ranked(plain))
 
-    def priced(order: Order, places: Iterable[Place]) -> list[Priced]:
+
+@dataclass(frozen=True, slots=True)
+class _Choosing:
+    """What choices for one model and device are compared by."""
+
+    measure: JobMeasure
+    budget: Bytes
+    actives: Sequence[int]
+    request: Request
+    speeds: Speeds
+    paper: Paper
+
+    def priced(self, order: Order, places: Iterable[Place]) -> list[Priced]:
+        """Those with this order whose inputs wait in one of these places, and their prices."""
+        paper, budget, speeds = self.paper, self.budget, self.speeds
         found: list[Priced] = []
         leaner: list[Priced] = []
-        for place, active in itertools.product(places, actives):
-            for technique in _settings(measure, request, place, order):
+        for place, active in itertools.product(places, self.actives):
+            for technique in _settings(self.measure, self.request, place, order):
                 fewest = next(paper.by_shards(technique, budget, active), None)
                 if fewest is not None:
                     best, *others = paper.best_counts(fewest, budget)
@@ -62,47 +99,30 @@ def choices(
         least = min((step_s for step_s, _ in found), default=Seconds(0.0))
         return found + [(least, one) for step_s, one in leaner if step_s <= least]  # no more time
 
-    def ranked(found: Sequence[Priced]) -> Iterator[Cutting]:
-        for rank, choice in enumerate(_cheapest_first(found, request, paper, budget)):
-            if not rank and (better := paper.refined(choice, speeds, budget)) != choice:
+    def ranked(self, found: Sequence[Priced]) -> Iterator[Cutting]:
+        """The cheapest first, each with finer ones after it."""
+        paper, budget = self.paper, self.budget
+        for rank, choice in enumerate(_cheapest_first(found, self.request, paper, budget)):
+            if not rank and (better := paper.refined(choice, self.speeds, budget)) != choice:
                 yield better
             yield choice
             yield from paper.finer(choice, budget)
 
-    def worked_out_s(choice: Cutting) -> Seconds:
-        """What a step takes with what stays worked out on paper, and not guessed."""
-        room = paper.room(choice, budget)
-        kept = keep_best(room, speeds)
-        return Seconds(inf) if kept is None else room.step_s(kept[0], speeds)
-
-    def is_quicker(by_shard: Sequence[Priced], plain: Sequence[Priced]) -> bool:
+    def is_quicker(self, by_shard: Sequence[Priced], plain: Sequence[Priced]) -> bool:
+        """Whether the best by shard is clearly quicker than the best plain one."""
         by_shard_s, plain_s = ALIKE * _least_s(by_shard), _least_s(plain)
         if by_shard_s >= plain_s or SURELY * by_shard_s < plain_s:
             return by_shard_s < plain_s
-        by_shard_s, plain_s = (worked_out_s(next(ranked(one))) for one in (by_shard, plain))
+        by_shard_s, plain_s = (
+            self._worked_out_s(next(self.ranked(one))) for one in (by_shard, plain)
+        )
         return ALIKE * by_shard_s < plain_s
 
-    for phase in (0, 1):
-        first, *second = [(order, places[phase]) for order, places in phases.items()]
-        plain = priced(*first)
-        if not second:
-            yield from ranked(plain)
-            continue
-        if not plain and not phase:  # it has room where its inputs wait on the host
-            plain = priced(first[0], phases[first[0]][1])
-        least_s = _least_by_shard(measure, request, plain)
-        if _least_s(plain) <= ALIKE * least_s:
-            yield from (replace(one, other_s=least_s, other_least=True) for one in ranked(plain))
-            continue
-        by_shard = [one for one in priced(*second[0]) if paper.may_wait(one[1])]  # on the host
-        if is_quicker(by_shard, plain):
-            plain_s = _told(_least_s(plain))
-            fitting = filter(paper.may_wait, ranked(by_shard))
-            yield from (replace(one, other_s=plain_s) for one in fitting)
-            yield from ranked(plain)
-        else:
-            by_shard_s = _told(_least_s(by_shard))
-            yield from (replace(one, other_s=by_shard_s) for one in ranked(plain))
+    def _worked_out_s(self, choice: Cutting) -> Seconds:
+        """What a step takes with what stays worked out on paper, and not guessed."""
+        room = self.paper.room(choice, self.budget)
+        kept = keep_best(room, self.speeds)
+        return Seconds(inf) if kept is None else room.step_s(kept[0], self.speeds)
 
 
 SURELY = 4 / 3
