@@ -11,11 +11,10 @@ from shoal.core.errors import SpecError
 from shoal.core.profile import Profile, as_profile
 from shoal.core.units import Bytes, Seconds
 
-NO_TIME = Seconds(0.0)
 NO_BYTES = Bytes(0)
+NO_SECONDS = Seconds(0.0)
 CAPTURED_LAYOUTS = 4
 """Layouts of batches whose passes are captured, each with memory of its own on a GPU."""
-NO_SECONDS = Seconds(0.0)
 ALIGNMENT = 512  # bytes of every tensor in a flat store or slot, as device allocators give it
 Scalar = bool | int | float | str | None
 DeviceKind = Literal["virtual", "cuda"]
@@ -163,7 +162,7 @@ class Narrow:
     saving_peak_bytes: Bytes
     forward_s: Seconds
     backward_s: Seconds
-    step_s: Seconds = NO_TIME
+    step_s: Seconds = NO_SECONDS
     movable_bytes: Bytes | None = None
 
 
@@ -186,8 +185,8 @@ class Halves:
     first_peak_bytes: Bytes
     second_peak_bytes: Bytes
     making_peak_bytes: Bytes
-    first_s: Seconds = NO_TIME
-    second_s: Seconds = NO_TIME
+    first_s: Seconds = NO_SECONDS
+    second_s: Seconds = NO_SECONDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,9 +259,9 @@ class ShardSpec:
     forward_peak_bytes: Bytes
     backward_peak_bytes: Bytes
     step_peak_bytes: Bytes
-    forward_s: Seconds = NO_TIME
-    backward_s: Seconds = NO_TIME
-    step_s: Seconds = NO_TIME
+    forward_s: Seconds = NO_SECONDS
+    backward_s: Seconds = NO_SECONDS
+    step_s: Seconds = NO_SECONDS
     private_bytes: Bytes = NO_BYTES
     saved_bytes: Bytes | None = None
     saved_output_bytes: Bytes = NO_BYTES

@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 from shoal.core.profile import TOLERANCE
 from shoal.core.seams import Clock
-from shoal.core.spec import NO_TIME
+from shoal.core.spec import NO_SECONDS
 from shoal.core.turns import Upload
 from shoal.core.units import Seconds, format_seconds
 
@@ -72,10 +72,10 @@ class Fidelity:
     """
 
     works: int = 0
-    emulated_s: Seconds = NO_TIME
+    emulated_s: Seconds = NO_SECONDS
     overruns: int = 0
-    overrun_s: Seconds = NO_TIME
-    behind_s: Seconds = NO_TIME
+    overrun_s: Seconds = NO_SECONDS
+    behind_s: Seconds = NO_SECONDS
 
     def describe(self, stream: str) -> str:
         """One line for a person."""

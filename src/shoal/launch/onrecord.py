@@ -18,11 +18,10 @@ from collections.abc import Collection, Iterable, Mapping
 from shoal.core.plan import with_seats
 from shoal.core.seats import epochs_of, until
 from shoal.core.spec import DeviceSpec, Place, Scalar
-from shoal.core.technique import Technique
+from shoal.core.technique import PLACES, Technique
 from shoal.observe.rows import TrialRow, TrialState
 from shoal.planning import technique_on_record, where_it_is
 
-PLACES: tuple[Place, ...] = ("device", "host")
 Key = Mapping[str, Scalar]
 Keys = Mapping[int, Key]
 

@@ -6,11 +6,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import inf
 
-from shoal.core.spec import Halves, ShardSpec
+from shoal.core.spec import NO_BYTES, NO_SECONDS, Halves, ShardSpec
 from shoal.core.units import Bytes, Seconds
 from shoal.program.ir import Action, Op, Part
-
-NO_BYTES, NO_TIME = Bytes(0), Seconds(0.0)
 
 Durations = Callable[[Action], Seconds | None]
 """Seconds of an action where they are known better than the costs say; None where not."""
@@ -135,7 +133,7 @@ def action_seconds(action: Action, costs: JobCosts) -> Seconds:
     speeds = {Op.LOAD: costs.up_bytes_per_s, Op.STORE: costs.down_bytes_per_s}
     if action.op in speeds:
         return Seconds(moved_bytes(action, shard) / speeds[action.op])
-    return NO_TIME
+    return NO_SECONDS
 
 
 def onward(actions: Iterable[Action], costs: Costs) -> set[tuple[int, int]]:

@@ -21,9 +21,8 @@ from pathlib import Path
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
-from shoal.source import MODULE_NAME
+from shoal.source import MAINS
 
-_MAINS = ("__main__", MODULE_NAME)
 _LIBRARIES = frozenset({"site-packages", "dist-packages"})
 
 
@@ -38,8 +37,8 @@ class Home:
     def of(values: Iterable[Any]) -> Home:
         """The file of what ``__main__`` defines, else of the first value that has one."""
         found = [item for value in values for item in _definitions(value) if _can_be_own(item)]
-        mains = [file_of(item) for item in found if module_of(item) in _MAINS]
-        files = mains + [file_of(item) for item in found if module_of(item) not in _MAINS]
+        mains = [file_of(item) for item in found if module_of(item) in MAINS]
+        files = mains + [file_of(item) for item in found if module_of(item) not in MAINS]
         folders = [_folder(file) for file in files if file.endswith(".py")]
         if mains and not hasattr(sys.modules["__main__"], "__file__"):  # an interactive session
             folders.append(Path.cwd())
@@ -47,7 +46,7 @@ class Home:
 
     def owns(self, value: Any) -> bool:
         """Whether a function, class or module is the user's."""
-        if module_of(value) in _MAINS:
+        if module_of(value) in MAINS:
             return True
         path = Path(file_of(value))
         return _can_be_own(value) and any(path.is_relative_to(f) for f in self.folders)
@@ -55,7 +54,7 @@ class Home:
     def name(self, owner: Any, name: str) -> str:
         """A lasting name of what ``owner`` is, or has among its globals."""
         file = file_of(owner)
-        if module_of(owner) in _MAINS or file == self.file or not file.endswith(".py"):
+        if module_of(owner) in MAINS or file == self.file or not file.endswith(".py"):
             return name
         path = Path(file)
         return f"{path.parent.name if path.stem == '__init__' else path.stem}.{name}"
@@ -104,7 +103,7 @@ def _definitions(value: Any) -> Iterator[Any]:
 def _can_be_own(value: Any) -> bool:
     """Whether this is no library's, nor shoal's, nor Python's own."""
     module, file = module_of(value), file_of(value)
-    if module in _MAINS:
+    if module in MAINS:
         return True
     if module.split(".")[0] == "shoal" or not file.endswith(".py"):
         return False
