@@ -17,6 +17,7 @@ from typing import NamedTuple
 from shoal.core.errors import SpecError
 from shoal.core.spec import Scalar
 from shoal.resume.record import Origin, StudyRecord, TrialRecord
+from shoal.search.sampler import trial_seed
 
 Point = Mapping[str, Scalar]
 Key = frozenset[tuple[str, str, str]]
@@ -97,7 +98,7 @@ def number_on(
     first = 1 + max((trial.number for trial in record.trials), default=-1)
     return tuple(
         TrialRecord(
-            number=n, hp=dict(point), seed=_seed(point, record.seed + n - less), origin=origin
+            number=n, hp=dict(point), seed=trial_seed(point, record.seed + n - less), origin=origin
         )
         for n, point in enumerate(points, start=first)
     )
@@ -106,15 +107,6 @@ def number_on(
 def kinds_of(points: Iterable[Point], name: str) -> set[type]:
     """The types that a hyperparameter has; a float may be written as a whole number."""
     return {type(point[name]) for point in points if name in point}
-
-
-def _seed(point: Point, default: int) -> int:
-    seed = point.get("seed", default)
-    if type(seed) is not int or seed < 0:
-        raise SpecError(
-            f"the hyperparameter 'seed' is a trial's seed, a whole number from 0, got {seed!r}."
-        )
-    return seed
 
 
 def _checked(record: StudyRecord, parent: TrialRecord, name: str, value: Scalar) -> Scalar:

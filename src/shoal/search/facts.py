@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -82,10 +81,3 @@ class Facts:
     def is_never_at(self, rung: int) -> bool:
         """Whether it will have no value there: it ended before, or its value is lost."""
         return self.is_over_before(rung) or (self.at(rung) is None and rung <= self.passed)
-
-
-def rank(value: float, mode: str) -> float:
-    """Smaller is better; what is no finite number comes last."""
-    if not math.isfinite(value):
-        return math.inf
-    return value if mode == "min" else -value

@@ -22,10 +22,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from shoal.core.aim import metric_rank
 from shoal.core.errors import SpecError
 from shoal.core.units import counted
 from shoal.core.values import is_number, plain
-from shoal.search.facts import rank
 from shoal.search.space import Choice, Distribution, Integer, Point
 
 _EXAMPLE = "pruner=shoal.PBT(interval=1, quantile=0.25)"
@@ -162,8 +162,8 @@ def num_copies(asked: PBT, trials: int) -> int:
 def _quantiles(asked: PBT, mode: str, values: Mapping[int, float]) -> tuple[list[int], list[int]]:
     """The best and the worst trials; two are enough where others ended."""
     count = max(num_copies(asked, len(values)), int(len(values) > 1))
-    order = sorted(values, key=lambda trial: (rank(values[trial], mode), trial))
-    best = [trial for trial in order[:count] if rank(values[trial], mode) < math.inf]
+    order = sorted(values, key=lambda trial: (metric_rank(values[trial], mode), trial))
+    best = [trial for trial in order[:count] if metric_rank(values[trial], mode) < math.inf]
     return best, sorted(order[len(order) - count :])
 
 

@@ -22,7 +22,8 @@ from functools import cache
 from statistics import median
 from typing import Protocol
 
-from shoal.search.facts import Facts, rank
+from shoal.core.aim import metric_rank
+from shoal.search.facts import Facts
 
 ETA = 3
 """Of so many trials at a rung one goes on, to a rung so many times as far."""
@@ -71,10 +72,11 @@ class Halving:
     after 3**b evaluations. One bracket is ASHA, as many as fit a trial's length are Hyperband.
     """
 
+    needs_ends = False
+    why = "others did better in"
+
     mode: str
     brackets: int = 1
-    needs_ends: bool = False
-    why: str = "others did better in"
 
     def cohort(self, trial: int) -> int:
         """Each bracket's share of the trials is Hyperband's, in every beginning of them."""
@@ -90,7 +92,7 @@ class Halving:
         pruned: set[int] = set()
         for bracket in {self.cohort(trial) for trial in asked}:
             there = [
-                (rank(value, self.mode), trial)
+                (metric_rank(value, self.mode), trial)
                 for trial, facts in enumerate(trials)
                 if (value := facts.at(rung)) is not None and self.cohort(trial) == bracket
             ]
@@ -103,9 +105,10 @@ class Halving:
 class Median:
     """After each evaluation those end whose best so far is worse than the median there."""
 
+    needs_ends = False
+    why = "others did better in"
+
     mode: str
-    needs_ends: bool = False
-    why: str = "others did better in"
 
     def is_rung(self, trial: int, rung: int) -> bool:
         return True
@@ -116,9 +119,11 @@ class Median:
     def prune(
         self, rung: int, trials: Sequence[Facts], asked: Collection[int], first: int
     ) -> set[int]:
-        there = [rank(v, self.mode) for facts in trials if (v := facts.at(rung)) is not None]
+        values = [value for facts in trials if (value := facts.at(rung)) is not None]
+        there = [metric_rank(value, self.mode) for value in values]
         middle = median(there) if len(there) >= _ENOUGH else math.inf
-        best = {t: min(rank(v, self.mode) for v in trials[t].until(rung).values()) for t in asked}
+        so_far = {t: trials[t].until(rung).values() for t in asked}
+        best = {t: min(metric_rank(v, self.mode) for v in found) for t, found in so_far.items()}
         return {t for t in asked if best[t] > middle or best[t] == math.inf}
 
 

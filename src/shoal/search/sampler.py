@@ -69,12 +69,17 @@ def specs_of(points: Iterable[Point], seed: int) -> tuple[TrialSpec, ...]:
     A trial's seed is ``hp["seed"]`` if the space has one, else ``seed`` plus its number.
     """
     return tuple(
-        TrialSpec(number=number, hp=hp, seed=_trial_seed(hp, seed + number))
+        TrialSpec(number=number, hp=hp, seed=trial_seed(hp, seed + number))
         for number, hp in enumerate(points)
     )
 
 
-def _trial_seed(hp: Point, default: int) -> int:
+def trial_seed(hp: Mapping[str, Scalar], default: int) -> int:
+    """The seed of a trial with these hyperparameters.
+
+    Raises:
+        SpecError: they have one named so that is no seed.
+    """
     seed = hp.get("seed", default)
     if type(seed) is not int or seed < 0:
         raise SpecError(
