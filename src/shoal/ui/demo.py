@@ -24,14 +24,7 @@ from shoal.examples.gpt import GPT
 from shoal.observe import jsonl, write_gantt, write_trace
 from shoal.observe.snapshot import Snapshot
 from shoal.study import Study
-from shoal.ui.show import (
-    best_trial,
-    describe_ending,
-    ending_code,
-    read_snapshot,
-    study_record,
-    trial_record,
-)
+from shoal.ui.show import best_trial, describe_ending, ending_code, full_record, read_snapshot
 
 TRACE, CHART = "trace.json", "gantt.svg"
 
@@ -68,10 +61,8 @@ def _introduction(study: Study, steps: int) -> str:
 
 
 def _record(snapshot: Snapshot, place: Path, sample: Sample | None) -> str:
-    record = study_record(place, snapshot)
-    record["trials"] = [trial_record(row) for row in snapshot.trials]
-    record["sample"] = sample.text if sample else None
-    return jsonl.dumps(record, indent=2)
+    text = sample.text if sample else None
+    return jsonl.dumps(full_record(place, snapshot) | {"sample": text}, indent=2)
 
 
 def _text(snapshot: Snapshot, place: Path, sample: Sample | None) -> str:

@@ -148,8 +148,7 @@ def describe_ending(snapshot: Snapshot, place: Path) -> str:
     """What a finished run prints: leaderboard, devices, failures, where the weights are."""
     board = leaderboard(snapshot, study_state(snapshot, place), width=terminal_width())
     parts = ["", board, "", device_table(snapshot, width=terminal_width()), ""]
-    failures = failure_lines(snapshot, place)
-    if failures:
+    if failures := failure_lines(snapshot, place):
         parts += [*failures, ""]
     parts += remarks(snapshot, place)
     best = best_trial(snapshot)
@@ -180,10 +179,8 @@ def show_study(name: str | None, trial: int | None, directory: Path, *, as_json:
         return ExitCode.DONE
     snapshot = read_snapshot(place, with_actions=True)
     if as_json:
-        record = study_record(place, snapshot)
-        record["trials"] = [trial_record(row) for row in snapshot.trials]
-        record["devices"] = [device_record(row) for row in snapshot.devices]
-        print(jsonl.dumps(record, indent=2))
+        devices = [device_record(row) for row in snapshot.devices]
+        print(jsonl.dumps(full_record(place, snapshot) | {"devices": devices}, indent=2))
     else:
         print(describe_study(snapshot, place))
     return ExitCode.DONE
@@ -423,8 +420,7 @@ def failure_lines(snapshot: Snapshot, place: Path) -> list[str]:
 def _trains_as(row: TrialRow) -> str:
     """Its technique and how it is cut, or its seat if it is in an array now."""
     technique = row.technique.lower() or "not planned"
-    part, count = "stage" if row.technique == "Pipelined" else "shard", row.shards
-    cut = counted(count, part)
+    cut = counted(row.shards, "stage" if row.technique == "Pipelined" else "shard")
     if copies := row.numerics.get("copies"):
         cut = f"{cut} in each of {copies} copies"
     if row.technique == "DataParallel":
@@ -572,6 +568,11 @@ def study_record(place: Path, snapshot: Snapshot) -> dict[str, Any]:
         "best": best.number if best else None,
         "best_value": best.metrics[snapshot.metric] if best else None,
     }
+
+
+def full_record(place: Path, snapshot: Snapshot) -> dict[str, Any]:
+    """A study as JSON-ready values, with its trials."""
+    return study_record(place, snapshot) | {"trials": list(map(trial_record, snapshot.trials))}
 
 
 def trial_record(row: TrialRow) -> dict[str, Any]:

@@ -22,13 +22,7 @@ from shoal.source import load_recorded, load_study, reading_for
 from shoal.study import Study
 from shoal.ui.failures import ExitCode
 from shoal.ui.flags import HardwareFlags
-from shoal.ui.show import (
-    describe_ending,
-    ending_code,
-    read_snapshot,
-    study_record,
-    trial_record,
-)
+from shoal.ui.show import describe_ending, ending_code, full_record, read_snapshot
 from shoal.ui.text import terminal_width, wrap
 
 
@@ -151,9 +145,7 @@ def tell_ending(place: Path, *, as_json: bool, runs: int) -> int:
             file=sys.stderr,
         )
     if as_json:
-        record = study_record(place, snapshot)
-        record["trials"] = [trial_record(row) for row in snapshot.trials]
-        print(jsonl.dumps(record, indent=2))
+        print(jsonl.dumps(full_record(place, snapshot), indent=2))
     else:
         print(describe_ending(snapshot, place))
         verbs = ("show", "trace", *["verify"] * bool(snapshot.count(TrialState.FINISHED)))
