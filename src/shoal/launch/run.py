@@ -232,16 +232,14 @@ class Run:
         trials: Sequence[TrialSpec],
         place: Path,
         planned: Planned,
-    ) -> Mapping[int, int | None]:
-        """Refuse warm clones that cannot go on from their parents; the steps of all trials."""
+    ) -> None:
+        """Refuse warm clones that cannot go on from their parents."""
         by_epochs = self._settings.epochs is not None
         counts = f"Study(epochs={self._settings.epochs})" * by_epochs
         if self._study.recipe.schedule_interval == "epoch":
             counts = counts or "Recipe(schedule_interval='epoch')"
         refuse_other_epochs(clones, starts, planned.num_batches, counts)
-        totals = steps_of(planned, self._settings)
-        refuse_idle(clones, starts, totals, trials, place)
-        return totals
+        refuse_idle(clones, starts, steps_of(planned, self._settings), trials, place)
 
     def _free(self, case: Case, plan: Plan) -> Bytes:
         """Bytes on the disk of the study's directory for other files than the trials' homes."""
@@ -357,7 +355,7 @@ class Run:
             SpecError: a clone has nothing left to train.
         """
         them = [trial.to_spec() for trial in record.trials]
-        totals = self._check_clones(specs, starts, them, case.place.path, planned)
+        self._check_clones(specs, starts, them, case.place.path, planned)
         if self._is_strict(case):
             refuse_inexact(planned.plan)
         plan = replace(planned.plan, spill_dir=self._spill_dir)
@@ -372,6 +370,7 @@ class Run:
         case.place.settle(record)
         if words := tuple(f"trial {number} was added" for number in by_hand):
             case.sinks.write([events.StudyChanged(time=time.time(), changes=words)])
+        totals = steps_of(planned, self._settings)
         case.sinks.write(planned_events(planned, specs, totals, recipe=record.recipe_number))
 
     def _started(self, case: Case) -> events.StudyStarted:
