@@ -10,11 +10,12 @@ from __future__ import annotations
 import random
 import types
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from shoal.core.closures import closed_over
 from shoal.kernelstep import put_back
 from shoal.recipe import Recipe
 from shoal.schedules import each_schedule
@@ -102,17 +103,10 @@ def _holds_tensors(values: Iterable[Any], depth: int = 0) -> bool:
         elif isinstance(value, dict):
             inside = value.values()
         elif isinstance(value, types.FunctionType):
-            inside = _contents(value)
+            inside = closed_over(value).values()
         if depth < DEEPEST and _holds_tensors(inside, depth + 1):
             return True
     return False
-
-
-def _contents(function: types.FunctionType) -> Iterator[Any]:
-    """What a function closes over."""
-    for cell in function.__closure__ or ():
-        with suppress(ValueError):  # not assigned yet
-            yield cell.cell_contents
 
 
 @contextmanager

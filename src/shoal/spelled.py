@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from shoal.core.closures import closed_over
+
 LIBRARIES = frozenset((*sys.stdlib_module_names, "numpy", "torch"))
 _STANDARD = tuple(os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))
 STORES = dis.opmap["STORE_GLOBAL"]
@@ -164,11 +166,7 @@ def _parts_of_function(function: types.FunctionType) -> Iterator[Any]:
     yield from function.__defaults__ or ()
     yield from (function.__kwdefaults__ or {}).values()
     yield from vars(function).values()  # what a decorator keeps there
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # not assigned yet
-            continue
+    yield from closed_over(function).values()
     for name in sorted(set(names_in(function.__code__)) & function.__globals__.keys()):
         yield function.__globals__[name]
 

@@ -11,12 +11,13 @@ import contextlib
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
+from shoal.core.closures import closed_over
 from shoal.data.streams import Stream, stream_of
 
 DEEPEST = 10
@@ -98,15 +99,4 @@ def _contents(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, MethodType | BuiltinFunctionType):
         yield f"{path}.__self__", value.__self__
     elif isinstance(value, FunctionType):
-        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=False)
-        yield from (
-            (f"{path}({name})", cell.cell_contents) for name, cell in cells if _is_filled(cell)
-        )
-
-
-def _is_filled(cell: CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018  # looking is the question
-    except ValueError:
-        return False
-    return True
+        yield from ((f"{path}({name})", item) for name, item in closed_over(value).items())

@@ -9,12 +9,12 @@ import sys
 import warnings
 from collections import ChainMap
 from collections.abc import Iterator
-from contextlib import suppress
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, ClassVar
 
 import cloudpickle
 
+from shoal.core.closures import closed_over
 from shoal.core.errors import SpecError
 from shoal.core.units import format_bytes
 from shoal.recipe import Recipe
@@ -135,6 +135,5 @@ def _referred(value: object) -> Iterator[tuple[str, object]]:
     for name in names_in(value.__code__):
         if name in known:
             yield f"the global {name!r}, which {where} names,", known[name]
-    for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-        with suppress(ValueError):  # not assigned yet
-            yield f"{name!r}, which {where} closes over,", cell.cell_contents
+    for name, one in closed_over(value).items():
+        yield f"{name!r}, which {where} closes over,", one

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.bound import code_of
+from shoal.core.closures import closed_over
 from shoal.core.errors import TrialError
 from shoal.pystate.iterators import is_iterator
 from shoal.pystate.packing import Giving, Unkept, pack
@@ -411,7 +412,8 @@ def _codes(
         met.add(id(function))
         yield function.__code__, function.__globals__
         waiting += _named_by(function)
-        waiting += [cell for cell in _contents(function) if isinstance(cell, types.FunctionType)]
+        inside = closed_over(function).values()
+        waiting += [value for value in inside if isinstance(value, types.FunctionType)]
     for factory in map(_function, (recipe.model, recipe.data, recipe.optimizer, recipe.schedule)):
         if factory is None:
             continue
@@ -452,14 +454,6 @@ def _is_users(code: Any) -> bool:
         known = vars(sys.modules.get(code.__module__, types))
     file = str(known.get("__file__") or "")
     return not any(name in file for name in INSTALLED) and not file.startswith(OURS)
-
-
-def _contents(function: types.FunctionType) -> Iterator[Any]:
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # not assigned yet
-            continue
 
 
 def _may_change(value: Any) -> bool:

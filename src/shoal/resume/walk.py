@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+from shoal.core.closures import closed_over
 from shoal.resume.code import Definitions, digest_of, names_of, names_of_code, text_of
 from shoal.resume.home import Home, module_of, unwrap
 from shoal.resume.words import (
@@ -221,16 +222,8 @@ def _methods(kind: type) -> Iterator[FunctionType]:
 
 
 def _closure(function: FunctionType) -> dict[str, Any]:
-    """What a function takes from the function around it."""
-    found = {}
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    for name, cell in cells:
-        try:
-            found[name] = cell.cell_contents
-        except ValueError:  # not assigned yet
-            continue
-    found.pop("__class__", None)
-    return found
+    """What a function closes over, but for the class that ``super`` reads."""
+    return {name: value for name, value in closed_over(function).items() if name != "__class__"}
 
 
 def _defaults(function: FunctionType) -> dict[str, Any]:
