@@ -194,7 +194,7 @@ def as_it_travels(
     Their gradients are bfloat16 too, unless they are ``sums`` over micro-batches. The state of
     shards lies as ``state_of`` has it.
     """
-    shards, offset = [], 0
+    parts: list[_Segments] = []
     for index, shard in enumerate(layout.shards):
         trained = {field.spec.name for field in shard.grad.fields}
         grad, copy, low = _only(trained, shard.param) if names else shard.grad, None, None
@@ -202,22 +202,17 @@ def as_it_travels(
             copy = segment(_narrowed(f.spec, names) for f in shard.param.fields)
             grad = grad if sums else _only(trained, copy)
             low = _low(shard, copy) if has_split_master(technique) else None
-        state = state_of(layout, technique, index)
-        made = _placed_at(offset, shard.param, state, grad, copy, low)
-        shards.append(replace(made, borrowed=shard.borrowed))
-        offset = made.copy_at + (copy.num_bytes if copy else 0)
-    return TrialLayout(tuple(shards), layout.buffers, offset, offset + layout.buffers.num_bytes)
+        parts.append((shard.param, state_of(layout, technique, index), grad, copy, low))
+    return _laid_out_anew(layout, parts)
 
 
 def with_split_masters(layout: TrialLayout) -> TrialLayout:
     """``layout`` with the float32 of each weight that travels as bfloat16 split on the host."""
-    shards, offset = [], 0
+    parts: list[_Segments] = []
     for shard in layout.shards:
         low = _low(shard, shard.copy) if shard.copy else None
-        made = _placed_at(offset, shard.param, shard.state, shard.grad, shard.copy, low)
-        shards.append(replace(made, borrowed=shard.borrowed))
-        offset = made.copy_at + (shard.copy.num_bytes if shard.copy else 0)
-    return TrialLayout(tuple(shards), layout.buffers, offset, offset + layout.buffers.num_bytes)
+        parts.append((shard.param, shard.state, shard.grad, shard.copy, low))
+    return _laid_out_anew(layout, parts)
 
 
 def split_bytes(layout: ShardLayout, names: Collection[str] | None = None) -> int:
@@ -251,7 +246,7 @@ def with_previous(
     And with a second one, "guess", if it is asked for.
     It has the parameter's shape and type, and comes after its optimizer's. None: all are.
     """
-    shards, offset = [], 0
+    parts: list[_Segments] = []
     for shard in layout.shards:
         states: dict[str, list[TensorSpec]] = {}
         for field in shard.state.fields:
@@ -262,9 +257,21 @@ def with_previous(
                 states.setdefault(spec.name, []).extend(replace(spec, key=key) for key in keys)
         names = [field.spec.name for field in shard.param.fields]
         state = segment(spec for name in names for spec in states.get(name, ()))
-        made = _placed_at(offset, shard.param, state, shard.grad, shard.copy)
+        parts.append((shard.param, state, shard.grad, shard.copy, None))
+    return _laid_out_anew(layout, parts)
+
+
+_Segments = tuple[Segment, Segment, Segment, Segment | None, Segment | None]
+"""A shard's parameters, state, gradients, copy and low bits."""
+
+
+def _laid_out_anew(layout: TrialLayout, parts: Iterable[_Segments]) -> TrialLayout:
+    """``layout`` with other segments in its shards."""
+    shards, offset = [], 0
+    for shard, own in zip(layout.shards, parts, strict=True):
+        made = _placed_at(offset, *own)
         shards.append(replace(made, borrowed=shard.borrowed))
-        offset = made.copy_at + (shard.copy.num_bytes if shard.copy else 0)
+        offset = made.copy_at + (made.copy.num_bytes if made.copy else 0)
     return TrialLayout(tuple(shards), layout.buffers, offset, offset + layout.buffers.num_bytes)
 
 
