@@ -208,19 +208,9 @@ class Hardware:
         trials = whole("trials", trials, 1) * self._each(technique)
         if trials >= len(self.devices):
             return self
-        kept = self.devices[:trials]
-        if self.shared_cores is not None:
-            threads = max(1, self.shared_cores // trials)
-            total = sum(device.memory for device in self.devices)
-            kept = tuple(
-                replace(
-                    device,
-                    threads=threads,
-                    memory=Bytes(total // trials) if device.kind == "virtual" else device.memory,
-                )
-                for device in kept
-            )
-        return replace(self, devices=kept)
+        if self.shared_cores is None:
+            return replace(self, devices=self.devices[:trials])
+        return self._first(trials, threads=max(1, self.shared_cores // trials))
 
     def idle(self, used: Hardware, technique: Technique | None) -> tuple[DeviceSpec, ...]:
         """The devices that are not ``used`` and that trials may have all the same.
@@ -253,6 +243,10 @@ class Hardware:
         assert self.shared_cores is not None
         trials *= self._each(technique)
         count = max(1, min(trials, len(self.devices), self.shared_cores // threads))
+        return self._first(count, threads=threads)
+
+    def _first(self, count: int, *, threads: int) -> Hardware:
+        """The first ``count`` devices, of that width; virtual ones share the memory of all."""
         total = sum(device.memory for device in self.devices)
         kept = tuple(
             replace(
