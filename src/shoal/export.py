@@ -168,8 +168,7 @@ def _save(model: nn.Module, scratch: Path) -> str:
     try:
         save_model(model, str(scratch / WEIGHTS), metadata={"format": "pt"})
     except RuntimeError:
-        whole = {name: tensor.detach().clone().contiguous() for name, tensor in state.items()}
-        save_file(whole, scratch / WEIGHTS, metadata={"format": "pt"})
+        _save_in_full(state, scratch / WEIGHTS)
         return _LOAD.format(how="load_file", call=f'model.load_state_dict(load_file("{WEIGHTS}"))')
     return _LOAD.format(how="load_model", call=f'load_model(model, "{WEIGHTS}")')
 
@@ -187,8 +186,7 @@ def _save_several(models: Mapping[str, nn.Module], scratch: Path) -> str:
     for name, model in models.items():
         state = model.state_dict()
         _check_tensors(state)
-        whole = {key: tensor.detach().clone().contiguous() for key, tensor in state.items()}
-        save_file(whole, scratch / f"{name}.safetensors", metadata={"format": "pt"})
+        _save_in_full(state, scratch / f"{name}.safetensors")
     return _LOAD_SEVERAL
 
 
@@ -199,6 +197,12 @@ hp = json.load(open("hyperparameters.json"))
 models = build(hp)
 for name, model in models.items():
     model.eval().load_state_dict(load_file(f"{name}.safetensors"))"""
+
+
+def _save_in_full(state: Mapping[str, Tensor], path: Path) -> None:
+    """Every tensor by itself, whatever storage it is a part of."""
+    whole = {name: tensor.detach().clone().contiguous() for name, tensor in state.items()}
+    save_file(whole, path, metadata={"format": "pt"})
 
 
 def _check_tensors(state: Mapping[str, Any]) -> None:
