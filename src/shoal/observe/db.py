@@ -51,6 +51,7 @@ from shoal.observe.encoding import (
 )
 from shoal.observe.lock import StudyLock
 from shoal.observe.trouble import damaged, in_words
+from shoal.storage.files import make_directory
 
 _PROGRESS = (StepFinished, Evaluated, PeakMeasured, TrialParked, TrialResumed, TrialMoved)
 _MOST = 1 << 62  # events of a study
@@ -99,7 +100,7 @@ class Database:
     ) -> None:
         self.path = Path(directory) / DATABASE
         with ExitStack() as stack, in_words(self.path, "write"):
-            _make_directory(self.path.parent)
+            make_directory(self.path.parent)
             if lock is None:
                 stack.enter_context(StudyLock(self.path.parent))
             self._connection = stack.enter_context(closing(open_for_writing(self.path)))
@@ -208,15 +209,3 @@ class Database:
             self._connection.execute("PRAGMA synchronous = FULL")
             self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
             self._connection.execute("PRAGMA journal_mode = DELETE")
-
-
-def _make_directory(directory: Path) -> None:
-    """With its name on the disk, so that a power cut does not take the whole of it."""
-    if directory.is_dir():
-        return
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    descriptor = os.open(directory.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
