@@ -54,7 +54,7 @@ class LeaseMachine(RuleBasedStateMachine):
         super().__init__()
         self.active, self.policy = 1, POLICIES[0]
         self.leases = Leases(self.policy(), active=1, lease_s=LEASE_S)
-        self.devices, self.left, self.leased, self.allowed = set(), {}, {}, {}
+        self.devices, self.left, self.leased = set(), {}, {}
         self.log, self.replies, self.added = [], [], 0
         self.held = False
         self.lanes, self.gangs = {}, {}
@@ -74,7 +74,6 @@ class LeaseMachine(RuleBasedStateMachine):
             assert order.device == order.devices[0]
             assert len(set(order.devices)) == len(order.devices) == self.gangs[order.trial]
             assert set(order.devices) <= self.devices
-            assert all(self.may_use(order.trial, device) for device in order.devices)
             lane = self.lanes[order.trial]
             assert lane is None or lane not in self.lanes_on(order.device), "two in one slot"
             self.leased[order.trial] = [order.devices, order.steps]
@@ -112,25 +111,21 @@ class LeaseMachine(RuleBasedStateMachine):
         steps=st.one_of(st.none(), st.integers(1, 30)),
         step_s=st.sampled_from((0.1, 1.0, 9.0)),
         switch_s=st.sampled_from((0.0, 0.5)),
-        devices=st.one_of(st.none(), st.frozensets(st.sampled_from(DEVICES), min_size=1)),
         lane=st.one_of(st.none(), st.tuples(st.sampled_from("ab"), st.integers(0, 2))),
         gang=st.integers(1, 4),
     )
-    def add(self, steps, step_s, switch_s, devices, lane, gang):
+    def add(self, steps, step_s, switch_s, lane, gang):
         number, self.added = self.added, self.added + 1
-        gang = 1 if lane else min(gang, len(devices or range(gang)))
-        self.left[number], self.allowed[number] = steps, devices
+        gang = 1 if lane else gang
+        self.left[number] = steps
         self.lanes[number], self.gangs[number] = lane, gang
-        self.send(TrialAdded(number, steps, step_s, switch_s, devices, lane, gang))
+        self.send(TrialAdded(number, steps, step_s, switch_s, lane, gang))
 
     def trials_on(self, device):
         return [trial for trial, (devices, _) in self.leased.items() if device in devices]
 
     def lanes_on(self, device):
         return [self.lanes[trial] for trial in self.trials_on(device)]
-
-    def may_use(self, trial, device):
-        return self.allowed[trial] is None or device in self.allowed[trial]
 
     @precondition(lambda self: any(lease[1] for lease in self.leased.values()))
     @rule(data=st.data(), seconds=st.sampled_from((0.0, 0.5, 2.0)), count=st.integers(1, 4))
@@ -182,7 +177,7 @@ class LeaseMachine(RuleBasedStateMachine):
         assert to_do - set(self.leased) == set(self.leases.waiting)
 
     @invariant()
-    def no_trial_waits_while_enough_devices_that_it_may_use_have_room(self):
+    def no_trial_waits_while_enough_devices_have_room(self):
         for trial in self.leases.waiting if not self.held else ():
             free = [name for name in self.devices if self.has_room(trial, name)]
             assert len(free) < self.gangs[trial]
@@ -192,16 +187,15 @@ class LeaseMachine(RuleBasedStateMachine):
         lanes = self.lanes_on(device)
         if self.leases.called.get(device, trial) != trial:
             lanes.append(None)
-        return self.may_use(trial, device) and has_room(self.lanes[trial], lanes, self.active)
+        return has_room(self.lanes[trial], lanes, self.active)
 
     @invariant()
-    def places_are_kept_for_one_waiting_trial_and_only_where_it_may_run(self):
+    def places_are_kept_for_one_waiting_trial(self):
         called = self.leases.called
         assert set(called) <= self.devices
         for trial in set(called.values()):
             assert len(called) == self.gangs[trial]
             assert trial in self.leases.waiting
-            assert all(self.may_use(trial, device) for device in called)
 
     def teardown(self):
         again = Leases(self.policy(), active=self.active, lease_s=LEASE_S)

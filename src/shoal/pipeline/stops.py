@@ -104,7 +104,6 @@ def _lease(steps: int | None, step_s: float) -> TrialStanding:
         steps_left=steps,
         step_s=step_s,
         switch_s=0.0,
-        allowed=None,
         arrival=0,
         lease_s=2 * STEADY_S,
         least_s=2 * STEADY_S,

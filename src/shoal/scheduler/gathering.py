@@ -17,7 +17,7 @@ def find_devices_to_call(
     would come back first. One that is overdue has waited long enough to ask that of anybody.
     """
     keys: dict[str, tuple[int, float, bool]] = {}
-    for name in filter(gang.may_run_on, roster.devices):
+    for name in roster.devices:
         is_new = name not in gang.homes
         leaver = _next_to_leave(roster, policy, name)
         if roster.has_room(gang, name):

@@ -102,17 +102,16 @@ class TrialAdded:
     """A trial wants to run; also one that ended before and has new steps to do.
 
     ``steps_left`` None: not known yet. ``step_s`` is the predicted seconds of a step,
-    ``switch_s`` what bringing the trial to another device costs. ``devices`` are those
-    it may run on, None for any. ``lane``: its array and its slot there. ``gang``: how many
-    devices it needs at once, each for all of ``step_s``. ``steady_s``: for so many seconds it
-    should run on where it can, because a stop costs it as much as steps do.
+    ``switch_s`` what bringing the trial to another device costs. ``lane``: its array and its
+    slot there. ``gang``: how many devices it needs at once, each for all of ``step_s``.
+    ``steady_s``: for so many seconds it should run on where it can, because a stop costs it as
+    much as steps do.
     """
 
     trial: int
     steps_left: int | None
     step_s: float
     switch_s: float = 0.0
-    devices: frozenset[str] | None = None
     lane: tuple[str, int] | None = None
     gang: int = 1
     steady_s: float = 0.0
@@ -311,7 +310,6 @@ class Leases:
             steps_left=event.steps_left,
             step_s=event.step_s,
             switch_s=event.switch_s,
-            allowed=event.devices,
             lane=event.lane,
             gang=event.gang,
             arrival=self._arrivals,
@@ -428,11 +426,6 @@ def _check_gang(event: TrialAdded) -> None:
         raise TransitionError(
             f"trial {event.trial} was added with gang={event.gang} and lane={event.lane}: give at "
             "least one device, and no lane to a trial that needs several."
-        )
-    if event.devices is not None and len(event.devices) < event.gang:
-        raise TransitionError(
-            f"trial {event.trial} was added with gang={event.gang}, but it may run on "
-            f"{_names(event.devices)} only: allow it as many devices as it needs at once."
         )
 
 

@@ -38,13 +38,12 @@ def _is_preempted(roster: Roster, policy: LeasePolicy, trial: TrialStanding) -> 
     if not policy.preempts(waiting, trial, end_s / roster.active):
         return False
     staying = [t for t in running if t not in leaving]
-    victims = [t for t in staying if any(map(waiting.may_run_on, t.devices))]
     fit = [
         t
-        for t in victims
+        for t in staying
         if any(roster.fits(waiting, name, end_s, instead_of=t) for name in t.devices)
     ]
-    return min(fit or victims, key=policy.rank) is trial
+    return min(fit or staying, key=policy.rank) is trial
 
 
 def _is_misplaced(roster: Roster, trial: TrialStanding) -> bool:

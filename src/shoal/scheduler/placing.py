@@ -107,7 +107,7 @@ def _by_preference(roster: Roster, trial: TrialStanding) -> list[str]:
     """
     keys: dict[str, tuple[int, float, bool]] = {}
     for name, held in roster.devices.items():
-        if not roster.has_room(trial, name) or not trial.may_run_on(name):
+        if not roster.has_room(trial, name):
             continue
         others = [other for other in held if other is not trial]
         mates = sum(other.shares_array(trial) for other in others)

@@ -101,9 +101,7 @@ class Roster:
 
     def free(self, trial: TrialStanding) -> set[str]:
         """The devices that have room for the trial."""
-        return {
-            name for name in self.devices if trial.may_run_on(name) and self.has_room(trial, name)
-        }
+        return {name for name in self.devices if self.has_room(trial, name)}
 
     def has_room(self, trial: TrialStanding, device: str) -> bool:
         """Whether there is a place for it beside the others there, or its slot in their array."""
@@ -120,7 +118,7 @@ class Roster:
 
     def is_possible(self, trial: TrialStanding) -> bool:
         """Whether there are enough devices for it, free or not."""
-        return trial.gang == 1 or sum(map(trial.may_run_on, self.devices)) >= trial.gang
+        return trial.gang == 1 or len(self.devices) >= trial.gang
 
     def is_overdue(self, trial: TrialStanding) -> bool:
         """Whether it was passed over so often that it goes first; see [Note: gangs]."""
@@ -132,11 +130,8 @@ class Roster:
 
     def wants_place(self, trial: TrialStanding, devices: Iterable[str]) -> bool:
         """Whether a place on one of these helps it; not where its array is, which has one."""
-        allowed = filter(trial.may_run_on, devices)
-        if trial.lane is None:
-            return any(allowed)
-        return any(
-            not any(other.shares_array(trial) for other in self.devices[name]) for name in allowed
+        return trial.lane is None or any(
+            not any(other.shares_array(trial) for other in self.devices[name]) for name in devices
         )
 
     # Trials
@@ -177,7 +172,7 @@ class Roster:
     ) -> bool:
         """Could the device do this trial and its others by ``end_s``, give or take a lease?"""
         load_s = trial.remaining_s + self.load_s(device, trial, instead_of)
-        return trial.may_run_on(device) and load_s <= end_s + trial.quantum_s
+        return load_s <= end_s + trial.quantum_s
 
     def end_s(self) -> float:
         """Seconds until the earliest end of all: the work on all devices, or the longest trial."""

@@ -22,7 +22,6 @@ class TrialStanding:
     steps_left: int | None
     step_s: float
     switch_s: float
-    allowed: frozenset[str] | None  # devices that it may run on; None for any
     arrival: int
     lease_s: float
     least_s: float = LEAST_LEASE_S
@@ -64,9 +63,6 @@ class TrialStanding:
     def is_promised(self) -> bool:
         """Will this trial leave its device when the lease it has now ends?"""
         return self.leaving or self.lease_left == self.steps_left
-
-    def may_run_on(self, device: str) -> bool:
-        return self.allowed is None or device in self.allowed
 
     def is_at_home(self, devices: set[str]) -> bool:
         """Whether all that it ran on last are among these."""

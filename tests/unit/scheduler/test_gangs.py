@@ -79,13 +79,6 @@ def test_devices_that_are_too_few_for_a_gang_go_to_others():
     assert leases.called == {}
 
 
-def test_a_gang_runs_only_where_it_may():
-    leases = study(devices=4)
-    allowed = frozenset({"d1", "d3"})
-    assert add(leases, 7, gang=2, devices=allowed)[0].devices == ("d1", "d3")
-    assert add(leases, 8, gang=2)[0].devices == ("d0", "d2")
-
-
 def test_a_gang_takes_one_place_on_each_of_its_devices():
     leases = study(active=2)
     add(leases, 7, gang=2)
@@ -561,10 +554,6 @@ def test_a_gang_that_is_too_large_does_not_keep_trials_from_spreading():
     [
         (TrialAdded(3, 5, 1.0, gang=0), "trial 3 was added with gang=0 and lane=None"),
         (TrialAdded(3, 5, 1.0, lane=("a", 0), gang=2), "gang=2 and lane=.'a', 0.: give at least"),
-        (
-            TrialAdded(3, 5, 1.0, devices=frozenset({"d1", "d0"}), gang=3),
-            "trial 3 was added with gang=3, but it may run on d0, d1 only",
-        ),
         (
             StepFinished(7, "d1", 1.0),
             "trial 7 finished a step on 'd1', but it has its lease on 'd0', the leader of its "

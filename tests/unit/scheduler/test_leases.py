@@ -107,21 +107,6 @@ def test_random_repeats_itself_with_an_equal_generator():
     assert chosen() == chosen()
 
 
-def test_a_trial_runs_only_where_it_may():
-    leases = study(devices=2)
-    only_d1 = frozenset({"d1"})
-    assert leases.handle(TrialAdded(1, 10, 1.0, devices=only_d1))[0].device == "d1"
-    assert leases.handle(TrialAdded(2, 10, 1.0, devices=only_d1)) == []
-    assert leases.handle(TrialAdded(3, 10, 1.0))[0].device == "d0"
-
-
-def test_a_constrained_trial_does_not_keep_others_from_a_device():
-    leases = study(devices=2)
-    for trial in (1, 2):
-        leases.handle(TrialAdded(trial, 100, 1.0, devices=frozenset({"d1"})))
-    assert leases.handle(TrialAdded(3, 100, 1.0)) == [GrantLease(3, "d0", 4)]
-
-
 # Extending
 
 
