@@ -49,18 +49,7 @@ class FileError(StorageError):
 
 
 class DiskFull(FileError):
-    """There is no room, or no quota: ``needed`` bytes were asked for, ``free`` were found."""
-
-    def __init__(
-        self,
-        message: str,
-        errno: int | None = None,
-        needed: Bytes | None = None,
-        free: Bytes | None = None,
-    ) -> None:
-        super().__init__(message, errno)
-        self.needed = needed
-        self.free = free
+    """There is no room, or no quota."""
 
 
 class Damaged(StorageError):
@@ -90,7 +79,7 @@ def _translated(action: str, path: Path, error: OSError, needed: int) -> FileErr
         numbers = f"{format_bytes(needed)} are needed, " if needed else ""
         numbers += "free space is unknown" if free is None else f"{format_bytes(free)} are free"
         advice = "Free space there, or move the study; what was complete is unchanged."
-        return DiskFull(f"{found}; {numbers}. {advice}", number, Bytes(needed), free)
+        return DiskFull(f"{found}; {numbers}. {advice}", number)
     known = _ADVICE | _NO_PLACE if action.startswith("make") else _ADVICE
     advice = known.get(number or 0, "Check the disk, the path and its permissions.")
     return FileError(f"{found}. {advice}", number)

@@ -78,8 +78,6 @@ def test_a_full_disk_is_reported_with_its_numbers(tmp_path, failing):
 
     with pytest.raises(DiskFull, match=r"2\.0 KiB are needed, .* are free\. Free space") as caught:
         NewFile(tmp_path / "a", 2048)
-    assert caught.value.needed == 2048
-    assert caught.value.free > 0
     assert caught.value.errno == errno.ENOSPC
 
 
@@ -106,7 +104,7 @@ def test_errors_survive_a_pickle(tmp_path, failing):
 
     found = pickle.loads(pickle.dumps(caught.value))
 
-    assert (str(found), found.needed) == (str(caught.value), 5)
+    assert (str(found), found.errno) == (str(caught.value), errno.ENOSPC)
 
 
 @pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS])
