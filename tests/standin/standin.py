@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import fcntl
+import functools
 import hashlib
 import importlib
 import os
@@ -131,9 +132,7 @@ class _Error(enum.IntEnum):
     not_mapped = 713
 
 
-def _bind(torch, native) -> None:
-    cuda, c = torch.cuda, torch._C
-
+def _stream_base(torch, native) -> type:
     class StreamBase(torch.Stream):
         def __new__(cls, priority=0, stream_id=None, device_index=None, device_type=None, **_):
             if stream_id is not None:
@@ -166,6 +165,10 @@ def _bind(torch, native) -> None:
             key = other.stream_id, other.device_index
             return (self.stream_id, self.device_index) == key
 
+    return StreamBase
+
+
+def _event_base(torch, native) -> type:
     class EventBase:
         def __new__(cls, enable_timing=False, blocking=False, interprocess=False, external=False):
             self = object.__new__(cls)
@@ -211,6 +214,39 @@ def _bind(torch, native) -> None:
                 raise ValueError("Both events must be created with argument 'enable_timing=True'.")
             return (end._time - self._time) * 1e3
 
+    return EventBase
+
+
+def _properties(native, index):
+    if not 0 <= index < native.device_count():
+        raise AssertionError("Invalid device id")
+    return types.SimpleNamespace(
+        name=NAME,
+        major=9,
+        minor=0,
+        total_memory=native.mem_get_info(index)[1],
+        multi_processor_count=16,
+        uuid=f"5ea1057a-0000-0000-0000-{index:012d}",
+        is_integrated=False,
+        is_multi_gpu_board=False,
+        warp_size=32,
+        max_threads_per_multi_processor=2048,
+        max_threads_per_block=1024,
+        regs_per_multiprocessor=65536,
+        shared_memory_per_block=49152,
+        shared_memory_per_block_optin=232448,
+        shared_memory_per_multiprocessor=233472,
+        L2_cache_size=52428800,
+        gcnArchName="",
+        pci_bus_id=index,
+        pci_device_id=0,
+        pci_domain_id=0,
+    )
+
+
+def _bind(torch, native) -> None:
+    cuda, c = torch.cuda, torch._C
+
     def set_stream(stream_id, device_index, device_type):
         native.set_device(device_index)
         native.set_stream(device_index, stream_id)
@@ -220,33 +256,7 @@ def _bind(torch, native) -> None:
         cuda.default_generators = tuple(
             map(native.default_generator, range(native.device_count()))
         )
-        cuda._get_device_properties = properties
-
-    def properties(index):
-        if not 0 <= index < native.device_count():
-            raise AssertionError("Invalid device id")
-        return types.SimpleNamespace(
-            name=NAME,
-            major=9,
-            minor=0,
-            total_memory=native.mem_get_info(index)[1],
-            multi_processor_count=16,
-            uuid=f"5ea1057a-0000-0000-0000-{index:012d}",
-            is_integrated=False,
-            is_multi_gpu_board=False,
-            warp_size=32,
-            max_threads_per_multi_processor=2048,
-            max_threads_per_block=1024,
-            regs_per_multiprocessor=65536,
-            shared_memory_per_block=49152,
-            shared_memory_per_block_optin=232448,
-            shared_memory_per_multiprocessor=233472,
-            L2_cache_size=52428800,
-            gcnArchName="",
-            pci_bus_id=index,
-            pci_device_id=0,
-            pci_domain_id=0,
-        )
+        cuda._get_device_properties = functools.partial(_properties, native)
 
     lock = threading.RLock()
     bindings = {
@@ -282,8 +292,8 @@ def _bind(torch, native) -> None:
         "_cuda_unlock_mutex": lock.release,
         "_cuda_hostMemoryStats": dict,
         "_cuda_attach_out_of_memory_observer": lambda observer: None,
-        "_CudaStreamBase": StreamBase,
-        "_CudaEventBase": EventBase,
+        "_CudaStreamBase": _stream_base(torch, native),
+        "_CudaEventBase": _event_base(torch, native),
         "_CudaDeviceProperties": types.SimpleNamespace,
         "_has_cuda": True,
     }
