@@ -61,9 +61,9 @@ def trial_state(row: TrialRow, study: str = "running") -> str:
     return STATES[row.state]
 
 
-def counts_of(snapshot: Snapshot, study: str = "") -> str:
-    """How many trials are in each state that some are in, where their study's is ``study``."""
-    study = study or state_on_record(snapshot)
+def counts_of(snapshot: Snapshot) -> str:
+    """How many trials are in each state that some are in, of a study whose process is there."""
+    study = state_on_record(snapshot)
     counts = Counter(trial_state(row, study) for row in snapshot.trials)
     counts[trial_state(TrialRow(number=0), study)] += max(0, snapshot.total - len(snapshot.trials))
     return in_order(counts) or "no trials"
