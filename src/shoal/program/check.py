@@ -29,25 +29,17 @@ def check(
     *,
     start: Kept | tuple[Kept, ...] = NOTHING,
     end: Kept | tuple[Kept, ...] = NOTHING,
-    versions: int = 1,
-    groups: tuple[int, ...] = (),
-    begun: int = 0,
 ) -> Footprint:
-    """Prove that the program is sound; what the device that needs most of it needs.
+    """Prove that a program of one step is sound; what the device that needs most of it needs.
 
     ``start`` and ``end`` are the shards' parts that are on the device before and after (of
     every trial that a device's list names): those of a resident model, and of kept shards.
     A tuple has one for each device.
-    ``versions`` is how many of the newest weight versions the runtime keeps. ``groups`` is how
-    many micro-batches each step takes, see [Note: several steps]; () for one step. ``begun`` is
-    the newest version at the start.
 
     Raises:
         ProgramError: a rule is broken; shows the action, the rule and the way out.
     """
-    devices = check_devices(
-        program, costs, start=start, end=end, versions=versions, groups=groups, begun=begun
-    )
+    devices = check_devices(program, costs, start=start, end=end)
     return max(devices, key=lambda device: device.peak_bytes)
 
 
@@ -61,7 +53,12 @@ def check_devices(
     groups: tuple[int, ...] = (),
     begun: int = 0,
 ) -> tuple[Footprint, ...]:
-    """As ``check``, with the footprint of every device."""
+    """As ``check``, of several steps too, with the footprint of every device.
+
+    ``versions`` is how many of the newest weight versions the runtime keeps. ``groups`` is how
+    many micro-batches each step takes, see [Note: several steps]; () for one step. ``begun`` is
+    the newest version at the start.
+    """
     starts, ends = (_per_device(program, kept) for kept in (start, end))
     world = World.of(program, costs, starts, versions, (0,) * begun + groups, begun)
     _walk(program, world)

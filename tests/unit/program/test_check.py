@@ -46,7 +46,7 @@ def refusal_of(make_costs):
 
     def refuse(text, num_shards=2, trials=(0,), **options):
         with pytest.raises(ProgramError) as refusal:
-            check(parse_program(text), make_costs(num_shards, trials=trials), **options)
+            check_devices(parse_program(text), make_costs(num_shards, trials=trials), **options)
         return str(refusal.value)
 
     return refuse
@@ -149,7 +149,7 @@ def test_a_second_step_uses_the_next_weight_version(make_costs):
 def test_an_older_version_may_be_used_while_it_is_kept(make_costs, refusal_of):
     text = "B s0 m0\nSTEP s0\nB s0 m1 v1\nSTEP s0 v1\nB s0 m2 v{}\nSTEP s0 v2"
     options = {"start": RESIDENT, "end": RESIDENT, "versions": 2}
-    check(parse_program(text.format(1)), make_costs(1), **options)
+    check_devices(parse_program(text.format(1)), make_costs(1), **options)
     assert "1 B of s0 come later" in refusal_of(text.format(0), 1, **options)
 
 
