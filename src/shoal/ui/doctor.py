@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -34,10 +34,6 @@ class Check:
     found: str
     advice: str = ""
 
-    def to_dict(self) -> dict[str, Any]:
-        """A plain dict of the fields."""
-        return asdict(self)
-
 
 def run_doctor(*, as_json: bool) -> int:
     """Print all checks; the exit code is 0 also when some of them warn."""
@@ -48,7 +44,7 @@ def run_doctor(*, as_json: bool) -> int:
             advice = f" ({check.advice})" if check.advice else ""
             print(f"{check.status:4}  {check.name:13}  {check.found}{advice}", flush=True)
     if as_json:
-        print(json.dumps([check.to_dict() for check in checks], indent=2))
+        print(json.dumps(list(map(asdict, checks)), indent=2))
     return ExitCode.DONE
 
 
@@ -75,6 +71,13 @@ def _guarded(name: str, check: Callable[[], Check]) -> Check:
         return Check(name=name, status="WARN", found=f"{type(error).__name__}: {error}")
 
 
+def _judged(name: str, found: str, *, is_fine: bool, advice: str) -> Check:
+    """A finding, with advice where it is not fine."""
+    if is_fine:
+        return Check(name=name, status="OK", found=found)
+    return Check(name=name, status="WARN", found=found, advice=advice)
+
+
 def _check_python() -> Check:
     return Check(
         name="python", status="OK", found=f"{platform.python_version()}, {platform.system()}"
@@ -91,25 +94,21 @@ def _check_package(package: str) -> Check:
 
 def _check_cores() -> Check:
     cores, load = available_cores(), os.getloadavg()[0]
-    found = f"{cores} for this process, load {load:.1f}"
-    if load > 0.5 * cores:
-        return Check(
-            name="cores",
-            status="WARN",
-            found=found,
-            advice="other processes use the cores now; timings will suffer, results will not",
-        )
-    return Check(name="cores", status="OK", found=found)
+    return _judged(
+        "cores",
+        f"{cores} for this process, load {load:.1f}",
+        is_fine=load <= 0.5 * cores,
+        advice="other processes use the cores now; timings will suffer, results will not",
+    )
 
 
 def _check_memory() -> Check:
     free = free_memory()
-    enough = free >= 2 * _GIB
-    return Check(
-        name="memory",
-        status="OK" if enough else "WARN",
-        found=f"{format_bytes(free)} free",
-        advice="" if enough else "the state of all trials lives in host memory",
+    return _judged(
+        "memory",
+        f"{format_bytes(free)} free",
+        is_fine=free >= 2 * _GIB,
+        advice="the state of all trials lives in host memory",
     )
 
 
@@ -134,23 +133,21 @@ def _check_shm() -> Check:
         free = shutil.disk_usage("/dev/shm").free
     except OSError as error:
         return Check(name="/dev/shm", status="WARN", found=str(error))
-    enough = free >= 2**28
-    return Check(
-        name="/dev/shm",
-        status="OK" if enough else "WARN",
-        found=f"{format_bytes(free)} free",
-        advice="" if enough else "a DataLoader with workers may need more (docker: --shm-size)",
+    return _judged(
+        "/dev/shm",
+        f"{format_bytes(free)} free",
+        is_fine=free >= 2**28,
+        advice="a DataLoader with workers may need more (docker: --shm-size)",
     )
 
 
 def _check_disk(directory: Path) -> Check:
     free = shutil.disk_usage(directory).free
-    enough = free >= 5 * _GIB
-    return Check(
-        name="disk",
-        status="OK" if enough else "WARN",
-        found=f"{format_bytes(free)} free in {directory.resolve()}",
-        advice="" if enough else "every finished trial writes its weights and optimizer state",
+    return _judged(
+        "disk",
+        f"{format_bytes(free)} free in {directory.resolve()}",
+        is_fine=free >= 5 * _GIB,
+        advice="every finished trial writes its weights and optimizer state",
     )
 
 
@@ -189,13 +186,7 @@ def _check_link(seconds: float = 1.0) -> Check:
     else:
         slowest = _copies_a_second(seconds)
         words = f"{slowest / _GIB:.1f} GiB/s copied in memory"
-    slow = slowest < _GIB
-    return Check(
-        name="link",
-        status="WARN" if slow else "OK",
-        found=words,
-        advice="spilling will be slow" if slow else "",
-    )
+    return _judged("link", words, is_fine=slowest >= _GIB, advice="spilling will be slow")
 
 
 def _copies_a_second(seconds: float) -> float:
