@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import types
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sized
+from collections.abc import Collection, Iterable, Iterator, MutableMapping, Sized
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from shoal.bound import code_of
 from shoal.fusion.signature import DEEPEST, described
@@ -23,6 +25,9 @@ PLAIN = (bool, int, float, str)
 SMALL = 2**16  # bytes of a tensor whose content is compared
 MAKING = frozenset(("__init__", "__new__"))
 """Methods that make a model, and are no part of its steps."""
+_counter = itertools.count()
+_numbers: MutableMapping[Tensor, int] = WeakIdKeyDictionary()
+"""Of tensors that were looked at: one that is made where another was has its address."""
 DATA = (Tensor, dict, list, set, deque, bool, int, float, str, type(None))
 
 
@@ -77,7 +82,7 @@ def identity(value: Any, depth: int = 0) -> str:
     if isinstance(value, float):
         return repr(value)
     if isinstance(value, Tensor):
-        return f"{id(value)} {value._version}"
+        return f"{_numbers.setdefault(value, next(_counter))} {value._version}"
     if (state := _random_state(value)) is not None:
         return state
     if depth > DEEPEST:

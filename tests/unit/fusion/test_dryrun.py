@@ -1,4 +1,4 @@
-"""A device that has no room for a dry run is no reason against an array."""
+"""What may not decide about an array: a device without room for a dry run, and addresses."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import nn
 
 from shoal.core.spec import HyperParameters
 from shoal.fusion import Member, dry_run
+from shoal.fusion.globals import identity
 from shoal.ownstep import Modes
 from shoal.partition.track import AllocationTracker
 from shoal.recipe import Recipe
@@ -60,3 +61,8 @@ def test_a_dry_run_without_room_ends_in_that(own):
         limit = tracker.peak_bytes * part // LIMITS
         with pytest.raises(torch.OutOfMemoryError), AllocationTracker("cpu", limit=limit):
             dry_run(made, batches)
+
+
+def test_a_tensor_that_is_made_where_another_was_is_another():
+    """Code that makes some anew in each forward was declined, or not, by their addresses."""
+    assert len({identity([torch.zeros(3)]) for _ in range(100)}) == 100
