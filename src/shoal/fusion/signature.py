@@ -193,11 +193,15 @@ def _code(value: Any, inside: Any) -> str:
 
 def _text(code: types.CodeType) -> str:
     """Bytecode, names and constants; of code within, the same."""
-    constants = [
-        _text(constant) if isinstance(constant, types.CodeType) else repr(constant)
-        for constant in code.co_consts
-    ]
+    constants = [_constant(one) for one in code.co_consts]
     return repr((code.co_code, code.co_names, code.co_varnames, constants))
+
+
+def _constant(value: Any) -> str:
+    """A constant of code; a set, as in ``kind in {"l1", "mse"}``, has another order each time."""
+    if isinstance(value, types.CodeType):
+        return _text(value)
+    return f"a set of {sorted(map(repr, value))}" if isinstance(value, frozenset) else repr(value)
 
 
 def _digest(tensor: Tensor) -> str:
