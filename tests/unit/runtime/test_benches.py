@@ -52,3 +52,29 @@ def test_what_nobody_times_is_let_go_of(monkeypatch):
     measurer = built()
     measurer.forget()
     assert isinstance(timed(measurer), Refused)
+
+
+def test_code_that_raises_after_many_steps_on_one_batch_is_no_reason_against_an_array():
+    """How many there are in a slice is a matter of how busy the machine is."""
+
+    def finite(output, batch):
+        if not output.isfinite().all():
+            raise ValueError("not a number")
+        return 1.0
+
+    recipe = Recipe(
+        model=lambda hp: nn.Linear(8, 3),
+        data=lambda hp: ([(torch.ones(8, 8),)], [(torch.ones(8, 8),)]),
+        loss=lambda output, batch: output.square().mean(),
+        optimizer=lambda named, hp: torch.optim.SGD([p for _, p in named], lr=5.0),
+        metrics={"finite": finite},
+    )
+    measurer = Measurer(recipe, open_device(make_device()))
+    assert not measurer.answer(MeasureArray(TRIALS, 4, "eager")).found.declined
+    for step in measurer._bench._works[:2]:
+        for _ in range(40):  # as in a long slice
+            step()
+    order = TimeArray(TRIALS[0], time.monotonic(), (0.01,) * 4, 1)
+    step_s, array_s, valid_s, array_valid_s = measurer.answer(order).rounds[0]
+    assert step_s > 0 < array_s
+    assert valid_s == array_valid_s == 0
