@@ -114,6 +114,7 @@ def _with(measure: ArrayMeasure, candidate: Candidate, asked: _Tries) -> ArrayMe
         one_base=room.one_base,
     )
     built = asking.measure_arrays(order, asked.devices)
+    _let_go(built, asked)
     tries: list[ArrayTry] = []
     for reply in built.values():
         if isinstance(reply, Refused):
@@ -160,6 +161,19 @@ def _timed(
     if len(told) < len(built):
         raise _WorkerLost(next((r for r in timed.values() if isinstance(r, Gone)), None))
     return list(told)
+
+
+def _let_go(built: Mapping[Worker, object], asked: _Tries) -> None:
+    """Where one worker has no array, those that built it need not keep theirs to be timed."""
+    there = [worker for worker, reply in built.items() if _has_array(reply)]
+    if 0 < len(there) < len(built):
+        asked.asking.measure_arrays(
+            TimeArray(asked.trials[0], time.monotonic(), (), 0), len(there), only=there
+        )
+
+
+def _has_array(reply: object) -> bool:
+    return isinstance(reply, MeasuredArray) and not reply.found.declined
 
 
 class _WorkerLost(Exception):

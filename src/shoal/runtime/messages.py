@@ -209,7 +209,7 @@ class TimeArray:
 
     ``slices_s``: seconds of each contender's (``TimedArray``). One of 0 is left out, and a long
     one is in the first round alone. All workers begin at ``begin`` of ``time.monotonic``, the
-    clock of all processes here.
+    clock of all processes here. Of no rounds: it is not to be timed, and makes room for trials.
     """
 
     trial: TrialSpec

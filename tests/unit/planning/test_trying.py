@@ -39,6 +39,7 @@ class Workers:
 
     def measure_arrays(self, order, count, only=()):
         self.asked.append((order, count))
+        self.only = list(only)
         names = list(only) or range(min(count, len(self.built)))
         if isinstance(order, TimeArray):
             return {n: TimedArray(0, self.rounds) for n in names}
@@ -131,6 +132,15 @@ def test_an_array_that_had_one_round_is_no_steadier_than_the_trial_alone():
 def test_what_keeps_one_worker_from_it_declines_all(answer, words):
     measure = tried(Workers([BUILT, answer]), Candidate(4, "eager"))
     assert words in measure.declined
+
+
+def test_where_one_is_declined_the_others_let_go_of_theirs():
+    """They were kept for two minutes, beside the trials that had come to the device by then."""
+    workers = Workers([BUILT, ArrayTry(declined="it is odd"), BUILT])
+    tried(workers, Candidate(4, "eager"))
+    _, (told, count) = workers.asked
+    assert (told.rounds, count) == (0, 2)
+    assert workers.only == [0, 2]
 
 
 def test_what_keeps_a_graph_from_being_made_leaves_the_others():

@@ -10,7 +10,6 @@ from torch import nn
 from shoal.core.spec import TrialSpec
 from shoal.device import open_device
 from shoal.recipe import Recipe
-from shoal.runtime.measuring import measure
 from shoal.runtime.measuring.measure import Measurer
 from shoal.runtime.messages import MeasureArray, Refused, TimeArray, TimedArray
 from shoal.testing import make_device
@@ -47,9 +46,11 @@ def test_once_it_was_timed_a_lease_takes_its_place():
     assert isinstance(timed(measurer), Refused)
 
 
-def test_what_nobody_times_is_let_go_of(monkeypatch):
-    monkeypatch.setattr(measure, "BENCH_S", -1.0)
+def test_what_is_told_not_to_be_timed_is_let_go_of():
+    """An array of another device may be declined; a lease that comes has the room then."""
     measurer = built()
+    answer = measurer.answer(TimeArray(TRIALS[0], time.monotonic(), (), 0))
+    assert answer == TimedArray(0, ())
     measurer.forget()
     assert isinstance(timed(measurer), Refused)
 

@@ -103,9 +103,6 @@ from shoal.schedules import build_schedule
 
 T = TypeVar("T")
 
-BENCH_S = 120.0
-"""An array that is to be timed is kept so long at the most, though trials come to the device."""
-
 
 class Measurer:
     """Answers the orders that train nothing in a worker.
@@ -134,7 +131,7 @@ class Measurer:
         self._states: Mapping[str, Sequence[TensorSpec]] = {}
         self._bench: ArrayBench | None = None
         self._resting = Resting()
-        self._bench_until = 0.0  # it is to be timed, whoever comes to the device meanwhile
+        self._is_to_be_timed = False  # the bench, whoever comes to the device meanwhile
         self._link: tuple[()] | tuple[float, float] | None = None  # not looked at yet
 
     def forget(self) -> None:
@@ -143,7 +140,7 @@ class Measurer:
             return
         self._built = self._chain = self._whole = None
         self._resting.come_back(False)
-        if time.monotonic() > self._bench_until:
+        if not self._is_to_be_timed:
             self._bench = None
         if self._device.spec.kind == "cuda":
             torch.cuda.empty_cache()
@@ -170,7 +167,7 @@ class Measurer:
                 return self._measure_array_shards(order)
             if isinstance(order, TimeArray):
                 assert self._bench is not None, "an array is built before it is timed"
-                self._bench_until = 0.0
+                self._is_to_be_timed = False
                 return TimedArray(trial.number, self._bench.time(order))
             self._bench = None
             if not self._resting.come_back(self._built is not None and self._built.trial == trial):
@@ -192,7 +189,7 @@ class Measurer:
         found = bench.build(order)
         if order.captures and not found.declined:
             bench.capture_alone()
-        self._bench_until = time.monotonic() + (BENCH_S if any(found.once_s) else 0.0)
+        self._is_to_be_timed = any(found.once_s)
         return found
 
     def _bench_of(self, trials: Sequence[TrialSpec]) -> ArrayBench:
