@@ -232,7 +232,7 @@ class Asking:
             raise self._refusal or self._none_can_run(
                 [t for trials in alike.values() for t in trials]
             )
-        return settled
+        return {signature: settled[signature] for signature in alike if signature in settled}
 
     def _hear(self, answer: tuple[Worker, object], talk: _Talk) -> Order | Settled | None:
         """The next order, or what is settled; None when another worker or trial must be asked."""
@@ -332,7 +332,11 @@ def _all_too_large(found: Sequence[tuple[_Talk, TooLarge]], of: int) -> TooLarge
 
 
 def _together(found: Sequence[Described]) -> Described:
-    """Answers about several trials each as one; the cause is that of the first trial."""
+    """Answers about several trials each as one; the cause is that of the first trial.
+
+    In the order of trials, whichever worker was the first to answer.
+    """
+    found = sorted(found, key=lambda one: min((*one.signatures, *one.errors), default=math.inf))
     told = sorted(found, key=lambda one: min(one.errors, default=math.inf))
     return Described(
         signatures={n: s for one in found for n, s in one.signatures.items()},

@@ -65,6 +65,12 @@ def test_every_trial_is_described_once_by_whichever_worker_is_free(count):
     assert sum(bool(worker.orders) for worker in pool.workers.values()) == min(count, 4)
 
 
+def test_trials_are_described_in_their_order_whichever_worker_answers_first():
+    """What a plan says of them, and of which one first, follows from that."""
+    found, _, _ = described(2)
+    assert list(found.signatures) == [t.number for t in TRIALS]
+
+
 def test_few_trials_keep_one_worker_busy():
     _, pool, _ = described(2, trials=TRIALS[:EACH])
     assert [len(worker.orders) for worker in pool.workers.values()] == [1, 0]
