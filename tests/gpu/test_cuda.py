@@ -318,8 +318,14 @@ def test_activations_pass_weights_that_are_on_their_way_up():
     there = [device.empty(tensor.nbytes) for tensor in (weights, back)]
     device.synchronize()
 
-    up = lane.up.submit(lambda: device.copy(there[0], weights, "up"))
-    passing = lane.activations.submit(lambda: device.copy(there[1], back, "up", passes=True))
+    cycles, is_early = 10**8, False
+    while not is_early:  # both are on their streams before either begins
+        gate = device.compute(lambda some=cycles: torch.cuda._sleep(some))
+        up = lane.up.submit(lambda: device.copy(there[0], weights, "up"), [gate])
+        passing = lane.activations.submit(
+            lambda: device.copy(there[1], back, "up", passes=True), [gate]
+        )
+        cycles, is_early = 4 * cycles, not gate.done
     up.wait()
     passing.wait()
     assert passing.span()[1] < up.span()[1]
