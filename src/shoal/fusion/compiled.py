@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import functools
 import os
+import shlex
 import shutil
 import subprocess
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -153,7 +155,8 @@ def _compiled(graph: Graph, inputs: Inputs) -> Graph:
             warnings.simplefilter("ignore")  # of torch about itself
             import torch._inductor as inductor  # seconds that nobody else need spend
 
-            run: Any = inductor.compile(graph.module, some, options=options)
+            with _whole_files():
+                run: Any = inductor.compile(graph.module, some, options=options)
         found = replace(graph, run=run)
         found.look(inputs)
     except Exception as error:
@@ -162,6 +165,39 @@ def _compiled(graph: Graph, inputs: Inputs) -> Graph:
         words = (str(error).strip().splitlines() or [""])[0][:160]
         raise Untraceable(f"the compiler says {type(error).__name__}: {words}") from error
     return found
+
+
+@contextmanager
+def _whole_files() -> Iterator[None]:
+    """What torch has compiled inside has its name once it is whole.
+
+    Torch (2.13) loads what is there of that name in its cache, for good: of a compiler that was
+    killed with its study a part, at which a worker dies with a bus error. A torch that runs its
+    compiler in another way is left to it.
+    """
+    from torch._inductor import cpp_builder  # seconds that nobody else need spend
+
+    run = getattr(cpp_builder, "run_compile_cmd", None)
+    if run is None:
+        yield
+        return
+
+    def renamed(cmd_line: str, cwd: str) -> None:
+        words = shlex.split(cmd_line)
+        if "-o" not in words:
+            run(cmd_line, cwd)
+            return
+        at = words.index("-o") + 1
+        target = words[at]
+        words[at] = f"{target}.{os.getpid()}"
+        run(shlex.join(words), cwd)
+        os.replace(words[at], target)
+
+    cpp_builder.run_compile_cmd = renamed
+    try:
+        yield
+    finally:
+        cpp_builder.run_compile_cmd = run
 
 
 @functools.cache
