@@ -46,21 +46,24 @@ def make_recipe(**changes):
 
 
 STAGES = shoal.Pipelined(stages=2)
+REPLICAS = shoal.DataParallel(width=2, shard=True)
 
 
 @pytest.mark.parametrize(
-    ("how", "words"),
+    "how",
     [
-        ({}, "in the validation of trial 0 after step 3: batch 2, counted from 0"),
-        ({"fuse": 2}, "in the validation of trial 0 after step 3: batch 2, counted from 0"),
-        ({"technique": STAGES, "devices": 2}, "in a validation of trial 0"),
+        {},
+        {"fuse": 2},
+        {"technique": STAGES, "devices": 2},
+        {"technique": REPLICAS, "devices": 2},
     ],
-    ids=["alone", "array", "pipeline"],
+    ids=["alone", "array", "pipeline", "replicas"],
 )
-def test_what_a_metric_raises_says_that_it_was_in_a_validation(how, words, run_study):
-    recipe, lr = make_recipe(metrics={"odd": refuses_the_last}), shoal.choice(0.1, 0.2)
-    trial = run_study(recipe, {"lr": lr}, trials=2, epochs=2, **how).trials[0]
+def test_what_a_metric_raises_says_in_which_validation_it_was(how, run_study):
+    recipe = make_recipe(metrics={"odd": refuses_the_last}, splittable=True)
+    trial = run_study(recipe, {"lr": shoal.choice(0.1, 0.2)}, trials=2, epochs=2, **how).trials[0]
     lines = trial.error.rstrip().splitlines()
+    words = "in the validation of trial 0 after step 3: batch 2, counted from 0"
     assert lines[-2:] == ["IndexError: tuple index out of range", words]
     assert lines[1].endswith("in refuses_the_last")
     assert trial.error_line == "IndexError: tuple index out of range"
@@ -70,6 +73,28 @@ def test_what_a_metric_of_the_whole_set_raises_says_so_too(run_study):
     metric = shoal.WholeSet(lambda output, batch: output, refuses_all)
     (trial,) = run_study(make_recipe(metrics={"odd": metric}), {"lr": 0.1}, epochs=2).trials
     assert trial.error.endswith("in the validation of trial 0 after step 3, of all its batches\n")
+
+
+class EndsEarly:
+    """Training data that cannot be read twice."""
+
+    def __init__(self):
+        self.reads = 0
+
+    def __len__(self):
+        return 3
+
+    def __iter__(self):
+        self.reads += 1
+        if self.reads > 3:  # who measures reads it as well
+            raise OSError("the disk is gone")
+        return iter(data({})[0])
+
+
+def test_what_data_raises_after_a_validation_in_stages_is_of_no_validation(run_study):
+    recipe = make_recipe(data=lambda hp: (EndsEarly(), data(hp)[1]))
+    (trial,) = run_study(recipe, {"lr": 0.1}, epochs=9, technique=STAGES, devices=2).trials
+    assert trial.error.rstrip().splitlines()[-1] == "OSError: the disk is gone"
 
 
 def test_what_a_metric_raises_while_a_study_is_planned_says_so_too(run_study):

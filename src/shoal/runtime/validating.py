@@ -30,6 +30,13 @@ class Validating:
             self._batch += 1
         self._batch = None
 
+    @contextmanager
+    def at(self, batch: int) -> Iterator[None]:
+        """Evaluating a batch that was read before, maybe by another device's process."""
+        before, self._batch = self._batch, batch
+        yield  # what is raised here leaves it there
+        self._batch = before
+
     def summed_up(self, recipe: Recipe, found: Sequence[Found]) -> dict[str, float]:
         """What a pass found, of what it found of each batch."""
         self._is_summing = bool(found)

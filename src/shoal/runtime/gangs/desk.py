@@ -30,7 +30,6 @@ from shoal.runtime.house import House
 from shoal.runtime.messages import Grant, LeaseOver, Progress, Refused
 from shoal.runtime.saving import checkpoint
 from shoal.runtime.session import Session
-from shoal.runtime.validating import note
 
 
 class GangDesk:
@@ -191,8 +190,7 @@ class GangDesk:
     def _fail(self, trial: int, error: BaseException) -> None:
         """Dismiss it. The leader tells the study, also of what another member failed with."""
         seat = self._seats[trial]
-        if not seat.session.model.training:  # each member puts its own into that mode
-            note(error, f"in a validation of trial {trial}")
+        error = seat.session.told(error)
         if seat.stage:
             cause = error if isinstance(error, ShoalError) else None
             seat.tell_failure(own_traceback(error), cause)

@@ -103,9 +103,9 @@ class GangSession(Session, ABC):
             return
         saved = capture_rng(self.device)
         tasks = []
-        while (batch := self.valid_feed.next()) is not None:
-            batch = to_device(batch, self.device)
-            tasks.append(Task(Program(()), "evaluation", batches={0: batch}))
+        for batch in self.validating.batches(self.valid_feed):
+            moved = to_device(batch, self.device)
+            tasks.append(Task(Program(()), "evaluation", batches={0: moved}))
             yield tasks[-1]
         yield Task(Program(()), "metrics")
         restore_rng(saved, self.device)

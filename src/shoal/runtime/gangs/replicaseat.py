@@ -54,10 +54,10 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class Validate:
-    """A validation batch for you; ``begins``: the first ones of a pass. None: nothing to do."""
+    """A validation batch for you, and its ``number`` in the pass. None: nothing to do."""
 
     batch: Batch | None
-    begins: bool
+    number: int
     counts: bool  # False: only to gather with the others
 
 
@@ -78,7 +78,7 @@ class ReplicaSeat(GangSeat):
         self._ways: LinkedWays | None = None
         self._evaluated: list[Task] = []  # those that are evaluated now
         self._round: list[Task] = []  # validation batches that wait for others
-        self._begins = True  # a validation pass
+        self._dealt = 0  # validation batches of this pass
         self._answers = 0  # that are to come
         self._known = 0
 
@@ -153,7 +153,7 @@ class ReplicaSeat(GangSeat):
                     yield from self._validate()
             elif task.kind == "metrics":
                 yield from self._validate()
-                self._begins = True
+                self._dealt = 0
             elif task.kind == "save":
                 yield from self._gather(leaves=False)
                 self.save()
@@ -184,13 +184,13 @@ class ReplicaSeat(GangSeat):
         for peer in self._others:
             counts = peer < len(tasks)
             batch = batches[peer] if counts else batches[0] if needs_all else None
-            self.links.send(peer, CONTROL, Validate(batch, self._begins, counts))
-        if self._begins:
-            self._replica.begin_evaluation()
-        self._begins, self._evaluated = False, tasks
-        self._answers = len(tasks) - 1
+            number = self._dealt + peer * counts
+            self.links.send(peer, CONTROL, Validate(batch, number, counts))
+        self._evaluated, self._answers = tasks, len(tasks) - 1
+        self._share_buffers(self._dealt)
         yield None
-        tasks[0].metrics.update(self._evaluate(batches[0]))
+        tasks[0].metrics.update(self._evaluate(batches[0], self._dealt))
+        self._dealt += len(tasks)
         yield from self._until(lambda: not self._answers)
 
     def _gather(self, *, leaves: bool) -> Iterator[Waiting]:
@@ -235,19 +235,24 @@ class ReplicaSeat(GangSeat):
                     self.links.send(0, NOTE, Known({}, {}))
 
     def _answer(self, order: Validate) -> None:
-        if order.begins:
-            self._replica.begin_evaluation()
+        self._share_buffers(order.number)
         if order.batch is None:
             return
-        found = self._evaluate(order.batch)
+        found = self._evaluate(order.batch, order.number)
         if order.counts:
             self.links.send(0, NOTE, (self.stage, Metrics(found)))
 
     # -- both -----------------------------------------------------------------------------
 
-    def _evaluate(self, batch: Batch) -> dict[str, float]:
+    def _share_buffers(self, number: int) -> None:
+        """With the first validation batches of a pass."""
+        if number < self.session.members:
+            self._replica.begin_evaluation()
+
+    def _evaluate(self, batch: Batch, number: int) -> dict[str, float]:
         """A validation batch; with FSDP2 whoever is through has no more to gather."""
-        found = self._replica.evaluate(batch)
+        with self.session.validating.at(number):
+            found = self._replica.evaluate(batch)
         if self.session.technique.shard:
             self._end(None)
         return found

@@ -67,8 +67,9 @@ Buffers = Literal["look", "refuse", "ignore"]
 
 @dataclass(frozen=True, slots=True)
 class Validate:
-    """A validation batch comes, to the stages of this copy."""
+    """A validation batch comes, to the stages of this copy; its ``number`` in the pass."""
 
+    number: int
     copy: int = 0
     buffers: Buffers = "ignore"
 
@@ -194,21 +195,21 @@ class StageSeat(GangSeat):
         for stage in range(stages):
             if member := order.copy * stages + stage:
                 self.links.send(member, CONTROL, order)
-        yield from self._pass_on(order, task.batches.pop(0))  # not held until the pass ends
+        batch = task.batches.pop(0)  # not held until the pass ends
+        yield from self._evaluate(order, batch)
         if order.buffers == "look":
             yield from self._until(lambda: len(self._looks) == stages)
 
     def _next_validation(self) -> Validate:
         """Which copy evaluates the next batch; see [Note: buffers in an evaluation]."""
-        width = self.session.technique.width
+        width, number = self.session.technique.width, self._dealt
+        self._dealt += 1
         has_buffers = any(True for _ in self.session.model.buffers())
         if has_buffers and width > 1 and not self._looks:
-            self._dealt += 1
-            return Validate(buffers="look")
+            return Validate(number, buffers="look")
         if any(look.written for look in self._looks):
-            return Validate()
-        copy, self._dealt = self._dealt % width, self._dealt + 1
-        return Validate(copy, "refuse" if self._looks else "ignore")
+            return Validate(number)
+        return Validate(number, number % width, "refuse" if self._looks else "ignore")
 
     def _gather(self, *, leaves: bool) -> Iterator[Waiting]:
         """Have all shards in the region, and know the rest of the optimizer's state."""
@@ -261,7 +262,7 @@ class StageSeat(GangSeat):
                     yield from self._run(order.pipeline, order.steps_before)
                     session.step += len(order.pipeline.groups)
                 case Validate():
-                    yield from self._pass_on(order, None)
+                    yield from self._evaluate(order, None)
                 case Store():
                     session.step, session.has_ended = order.step, order.ended
                     leaves = order.leaves
@@ -282,6 +283,10 @@ class StageSeat(GangSeat):
         stage.end(pipeline)
         self._running = None
         self._report_peak(stage.counted_peak())
+
+    def _evaluate(self, order: Validate, batch: Batch | None) -> Iterator[Waiting]:
+        with self.session.validating.at(order.number):
+            yield from self._pass_on(order, batch)
 
     def _pass_on(self, order: Validate, batch: Batch | None) -> Iterator[Waiting]:
         """This stage's part of a validation batch, which the first one has."""
