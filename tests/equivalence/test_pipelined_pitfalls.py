@@ -58,3 +58,11 @@ def test_a_guess_of_tied_weights_is_not_evaluated(run_study):
     technique = Pipelined(stages=2, schedule="2bw", predict=True)
     with pytest.raises(PlanError, match="weights in common"):
         run_study(recipe(), space("Tied"), technique=technique, devices=2, steps=2)
+
+
+@pytest.mark.parametrize("schedule", ["flush", "2bw"])
+def test_an_optimizer_that_gives_parameters_other_memory(schedule, run_study):
+    """What it gave them was forgotten, and they stayed as they were."""
+    technique, of = Pipelined(stages=2, schedule=schedule), recipe(optimizer=pitfalls.assigns)
+    report = run_study(of, space("DrawsBetween"), technique=technique, devices=2, steps=6)
+    staging.assert_staged(report, of, technique, steps=6)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from shoal.kernelstep import put_back
 from shoal.subsets import Subsets
 
 Grads = dict[str, Tensor]
@@ -180,6 +181,8 @@ class Weights:
         try:
             with _unsafe_preserve_version_counter(tuple(params)):
                 yield
+            for name, parameter in zip(names, params, strict=True):
+                put_back(name, parameter, where[name])
         finally:
             for parameter, place in zip(params, places, strict=True):
                 parameter.data, parameter.grad = place, None
