@@ -67,6 +67,47 @@ class Third(nn.Module):
         return x
 
 
+class Leaves(nn.Module):
+    """A block that leaves something in an attribute and in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.work = block()
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x):
+        self.size = float(x.detach().abs().mean())
+        if self.training:
+            self.mean += x.detach().mean()
+        return self.work(x)
+
+
+class Finds(nn.Module):
+    """A block that finds there what another one left."""
+
+    def __init__(self, name: str, left: Leaves) -> None:
+        super().__init__()
+        self.work, self.name, self.left = block(), name, [left]
+
+    def forward(self, x):
+        return self.work(x) * getattr(self.left[0], self.name)
+
+
+class FindsAttribute(Tied):
+    """Its last block reads what its first one left, and the forward hands nothing on."""
+
+    name = "size"
+
+    def __init__(self, hp) -> None:
+        super().__init__(hp)
+        self.blocks[0] = left = Leaves()
+        self.blocks[3] = Finds(self.name, left)
+
+
+class FindsBuffer(FindsAttribute):
+    name = "mean"
+
+
 class Assigns(torch.optim.Optimizer):
     """Gives each parameter other memory at each step."""
 
@@ -88,7 +129,9 @@ def block() -> nn.Sequential:
     return nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU())
 
 
-KINDS = {kind.__name__: kind for kind in (Tied, DrawsBetween, CountsLate)}
+KINDS = {
+    kind.__name__: kind for kind in (Tied, DrawsBetween, CountsLate, FindsAttribute, FindsBuffer)
+}
 
 
 def build(hp):

@@ -60,6 +60,14 @@ def test_a_guess_of_tied_weights_is_not_evaluated(run_study):
         run_study(recipe(), space("Tied"), technique=technique, devices=2, steps=2)
 
 
+@pytest.mark.parametrize("kind", ["FindsAttribute", "FindsBuffer"])
+@pytest.mark.parametrize("technique", [Pipelined(stages=2), Pipelined(stages=2, shards=3)])
+def test_what_a_block_finds_of_another_stages_is_refused(kind, technique, run_study):
+    """Each stage has a model of its own, where it found what was there at first."""
+    with pytest.raises(PlanError, match="reads something that layers before it leave"):
+        run_study(recipe(), space(kind), technique=technique, devices=2, steps=2)
+
+
 @pytest.mark.parametrize("schedule", ["flush", "2bw"])
 def test_an_optimizer_that_gives_parameters_other_memory(schedule, run_study):
     """What it gave them was forgotten, and they stayed as they were."""

@@ -424,3 +424,4 @@ class JobMeasure:
     steps_by_tensor: bool = False  # its tensors may step one after another: the bits are the same
     lost: tuple[str, ...] = ()  # what a step changed in Python, and no checkpoint can hold
     in_turn: str = ""  # empty where nothing was found against another order, or none was tried
+    beside: int | None = None  # a shard that reads what earlier ones leave beside what they return

@@ -38,6 +38,7 @@ from shoal.planning.spillingstages import (
     head,
     how_long,
     may_spill,
+    reads_beside,
     settle_spilled,
     too_many_shards,
     why_spilled,
@@ -345,10 +346,10 @@ class Pipelining:
                 continue
             if cuts not in known:
                 halves = technique.schedule == HALVING
-                known[cuts] = yield MeasureShards(trial, cuts, halves=halves)
+                known[cuts] = yield MeasureShards(trial, cuts, halves=halves, apart=True)
             exact = known[cuts]
-            if shared := _shares_buffers(exact):
-                return PlanError(head(trial, technique) + shared)
+            if words := _shares_buffers(exact) or reads_beside(exact.measure, "stage"):
+                return PlanError(head(trial, technique) + words)
             found = tried[technique] = staged(technique, exact.measure.shards, terms, exact.layout)
             if found.need.total <= self._budget:
                 return exact, found

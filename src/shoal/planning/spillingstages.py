@@ -54,7 +54,7 @@ def settle_spilled(
         if edges not in measured:
             if len(measured) >= MOST_MEASURED:
                 break
-            measured[edges] = yield MeasureShards(trial, edges)
+            measured[edges] = yield MeasureShards(trial, edges, apart=True)
         exact = measured[edges]
         if words := _cannot(asked, exact):
             return PlanError(f"{head(trial, asked)}{words}")
@@ -88,6 +88,8 @@ def _cannot(asked: Pipelined, exact: Measured) -> str:
             f"shard {alone[0]} and another one would change the same buffer, in another order "
             "than one device does. Train this model with technique='spilled'."
         )
+    if words := reads_beside(exact.measure, "shard"):
+        return words
     stale = [
         s for s in shards if s.index in (asked.keep or ()) and s.parameter_bytes > s.owned_bytes
     ]
@@ -99,6 +101,22 @@ def _cannot(asked: Pipelined, exact: Measured) -> str:
             "keep=."
         )
     return ""
+
+
+def reads_beside(measure: JobMeasure, what: str) -> str:
+    """Whether a stage would lack what is in no message; empty where none does."""
+    if measure.beside is None:
+        return ""
+    first, stop = measure.shards[measure.beside].layers
+    names = f"layers {first}..{stop - 1}"
+    if measure.layers:
+        names += f" ({measure.layers[first].name} to {measure.layers[stop - 1].name})"
+    return (
+        f"{what} {measure.beside}, {names}, reads something that layers before it leave beside "
+        "what they return (in an attribute, a buffer of theirs or a global), and each stage has a "
+        "process of its own. Have them return it and the forward hand it on, or use "
+        "technique='spilled'."
+    )
 
 
 def too_many_shards(measure: JobMeasure, asked: Pipelined) -> str:

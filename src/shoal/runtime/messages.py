@@ -147,6 +147,7 @@ class MeasureShards:
     """Measure the units of the measured trial's model cut at ``cuts``, as ``Measure`` does.
 
     ``by_shard``: find out, too, whether each may run all micro-batches of a step in one visit.
+    ``apart``: and whether they may be in processes of their own.
     """
 
     trial: TrialSpec
@@ -154,6 +155,7 @@ class MeasureShards:
     narrow: bool = False
     halves: bool = False
     by_shard: bool = False
+    apart: bool = False
 
 
 @dataclass(frozen=True, slots=True)

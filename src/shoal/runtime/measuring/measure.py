@@ -35,6 +35,7 @@ from shoal.memory.layout import TensorSpec
 from shoal.memory.store import describe
 from shoal.optimizers import build_optimizer_of
 from shoal.ownstep import Modes, require_evaluation
+from shoal.partition.apart import reads_beside
 from shoal.partition.chain import Chain
 from shoal.partition.compiled import compiled_modules, compiled_notes, compiles, eagerly
 from shoal.partition.measure import (
@@ -559,11 +560,19 @@ class Measurer:
                     there=there,
                 )
             )
+            with repeatable(self._here):
+                here, batch = self._chain.on(self._here), self._built.batch
+                beside = reads_beside(here, batch, cuts) if order.apart else None
         whole = self._whole.shards[0]
         bounds = [0, *cuts, self._chain.num_layers]
         layout = layout_of(bounds, self._chain, self._built.model, self._states)
         device = self._device.torch_device
         peaks = step_peaks(self._recipe, trial, self._built.model, layout, device)
+        in_turn = ""
+        if order.by_shard:
+            data, spans = self._built.train, list(itertools.pairwise(bounds))
+            with eagerly():
+                in_turn = rehearse_orders(self._chain, data, spans, self._here, device)
         emulated = self._device.spec.profile is not None
         finished = [with_step(s, whole, p, emulated) for s, p in zip(shards, peaks, strict=True)]
         measure = replace(
@@ -573,17 +582,10 @@ class Measurer:
             notes=(*self._whole.notes, *self._chain.notes),
             narrow=self._narrow,
             steps_by_tensor=self._by_tensor,
-            in_turn=self._in_turn(bounds) if order.by_shard else "",
+            in_turn=in_turn,
+            beside=beside,
         )
         return Measured(trial.number, measure, layout)
-
-    def _in_turn(self, bounds: Sequence[int]) -> str:
-        """Why micro-batches go through these shards one after another; empty if they need not."""
-        assert self._chain is not None
-        assert self._built is not None
-        with eagerly():
-            spans, device = list(itertools.pairwise(bounds)), self._device.torch_device
-            return rehearse_orders(self._chain, self._built.train, spans, self._here, device)
 
 
 def _aligned(specs: Sequence[TensorSpec]) -> Bytes:
