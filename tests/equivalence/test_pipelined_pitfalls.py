@@ -74,3 +74,17 @@ def test_an_optimizer_that_gives_parameters_other_memory(schedule, run_study):
     technique, of = Pipelined(stages=2, schedule=schedule), recipe(optimizer=pitfalls.assigns)
     report = run_study(of, space("DrawsBetween"), technique=technique, devices=2, steps=6)
     staging.assert_staged(report, of, technique, steps=6)
+
+
+def test_a_loss_that_counts_its_steps(run_study):
+    """Looking for the chain of a stage's model ran it a few times more."""
+    technique, of = Pipelined(stages=2), recipe(loss=pitfalls.Halving())
+    report = run_study(of, space("DrawsBetween"), technique=technique, devices=2, steps=10)
+    staging.assert_staged(report, of, technique, steps=10)
+
+
+def test_what_later_stages_keep_in_python_goes_on_with_the_trial(interrupted):
+    """What a hook and a loss kept there was the first stage's, where neither runs."""
+    technique, of = Pipelined(stages=2), recipe(loss=pitfalls.Halving())
+    report = interrupted(of, technique, technique, space=space("Steadied"), epochs=4)
+    staging.assert_staged(report, of, technique, epochs=4)

@@ -12,8 +12,9 @@ all others have said Known.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from shoal.core.errors import CapacityError, WorkerError
 from shoal.core.units import Bytes, format_bytes
@@ -58,10 +59,12 @@ class Metrics:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A member's part is in the region; the rest of its optimizer's state."""
+    """A member's part is in the region; the rest of its optimizer's state, and what its code keeps
+    in Python."""
 
     scalars: Scalars
     stored: Stored
+    python: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

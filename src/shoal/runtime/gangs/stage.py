@@ -57,12 +57,14 @@ def look_at_draws(session: PipelineSession, chain: Chain, stop: int) -> None:
     if session.draws is not None:
         return
     session.model.train()  # a lease may begin with an evaluation
+    session.python.put_away()
     batch, rng = session.pieces[0], capture_rng(session.device)
     whole = session.technique.width > 1
     foretelling = Foretelling(chain, stop, session.lent, whole=whole)
     session.draws, foretold = foretelling.look(batch)
     if session.draws and foretold:
         session.foretelling = foretelling
+    session.python.put()  # this forward counts for nothing
     restore_rng(rng, session.device)
 
 

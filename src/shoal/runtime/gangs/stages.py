@@ -219,6 +219,7 @@ class StageSeat(GangSeat):
         yield from self._until(lambda: len(self._known) == len(self._others))
         for known in self._known:
             session.learn(known.scalars, known.stored)
+            session.python.learn(known.python)
         self._known.clear()
 
     def _take_note(self, note: object) -> None:
@@ -249,6 +250,8 @@ class StageSeat(GangSeat):
         assert isinstance(placed, PipelineSession)
         self.session = session = placed
         self.links.know(Packer(dict(session.model.named_parameters())))
+        session.python.put()  # as before its chain was looked for
+        session.python.mark()
         copy, _ = self._place
         yield from self._settle(
             lambda losses: self.links.send(0, NOTE, Loss(copy, tuple(losses))),
@@ -267,8 +270,11 @@ class StageSeat(GangSeat):
                     session.step, session.has_ended = order.step, order.ended
                     leaves = order.leaves
                     yield from self._store(leaves=leaves)
-                    known = ({}, {}) if copy else session.known_of(*self._shards)
-                    self.links.send(0, NOTE, Known(*known))
+                    self.links.send(0, NOTE, Known({}, {}) if copy else self._what_is_known())
+
+    def _what_is_known(self) -> Known:
+        session = self.session
+        return Known(*session.known_of(*self._shards), session.python.since())
 
     # -- programs -----------------------------------------------------------------------------
 
