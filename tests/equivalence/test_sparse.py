@@ -166,3 +166,48 @@ def test_it_fails_those_trials_and_no_other(fuse, run_study, assert_alone):
     others = [trial for trial in report.trials if trial not in failed]
     assert_alone(report, others, recipe, steps=2) if not fuse else None
     assert {str(trial.state) for trial in others} == {"FINISHED"}
+
+
+class Graph(nn.Module):
+    """Layers between which rows are mixed as a batch's sparse matrix says."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x, edges):
+        for layer in self.layers:
+            x = torch.relu(edges @ layer(x))
+        return x
+
+
+def graph(hp):
+    return Graph()
+
+
+def graphs(hp):
+    generator = torch.Generator().manual_seed(1)
+    edges = (torch.rand(6, 6, generator=generator) < 0.4).float()
+    x, y = torch.rand(6, 8, generator=generator), torch.randint(8, (6,), generator=generator)
+    return [(x, y, edges.to_sparse()), (x, y, (edges / 2).to_sparse_csr())], [
+        (x, y, edges.to_sparse())
+    ]
+
+
+def with_edges(batch):
+    return batch[0], batch[2]
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [{"technique": "resident"}, {"technique": shoal.Spilled(shards=2)}, {"fuse": 2}],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_sparse_batches_train_to_the_plain_loops_bits(wish, run_study, assert_alone):
+    recipe = Recipe(model=graph, data=graphs, inputs=with_edges, loss=loss)
+    report = run_study(recipe, LR, steps=4, eval_every=2, **wish)
+    assert_alone(report, report.trials, recipe, steps=4, eval_every=2)
+    if "fuse" in wish:
+        plan = (report.directory / "plan.json").read_text()
+        assert "its batches have sparse tensors, and arrays stack dense ones" in plan

@@ -58,6 +58,8 @@ def first_side_effect(
 
 def _side_effect(member: Member, batch: Any, device: torch.device, own_passes: bool) -> str:
     """What a forward changes that is neither a buffer nor one of torch's random streams."""
+    if any(leaf.layout is not torch.strided for leaf in tensors_of(batch)):
+        return "its batches have sparse tensors, and arrays stack dense ones alone (to_dense())."
     member.module.train()
     with _tensor_hooks() as hooked:
         words = _change(member, batch, device, "a forward", own_passes)

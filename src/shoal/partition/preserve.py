@@ -192,8 +192,21 @@ def same_values(first: Tensor, second: Tensor) -> bool:
     """Bitwise equality of shape, dtype and values; NaN equals NaN."""
     if first.shape != second.shape or first.dtype != second.dtype:
         return False
+    if first.layout is not torch.strided:
+        parts = zip(_parts(first), _parts(second), strict=True)
+        return first.layout is second.layout and all(same_values(*pair) for pair in parts)
     if torch.equal(first, second):
         return True
     if not (first.dtype.is_floating_point or first.dtype.is_complex):
         return False
     return bool(((first == second) | (first.isnan() & second.isnan())).all())
+
+
+def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """What a sparse tensor consists of: where its numbers stand, and they."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    by_row = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
+    at = (tensor.crow_indices, tensor.col_indices)
+    starts, others = at if by_row else (tensor.ccol_indices, tensor.row_indices)
+    return starts(), others(), tensor.values()

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shoal.bound import clip_limit
 from shoal.core.technique import Resident
+from shoal.data.sources import batch_bytes
 from shoal.memory.layout import split_bytes
 from shoal.program.ir import Action, Op
 from shoal.recipe import Batch, evaluate_metrics, tensors_of
@@ -86,7 +87,7 @@ class Compute:
 
     def _note_size(self, batch: Batch, *, evaluates: bool = False) -> None:
         """See whether it is larger than any before that something like this was done with."""
-        size = sum(tensor.nbytes for tensor in tensors_of(batch))
+        size = sum(map(batch_bytes, tensors_of(batch)))
         if size > self._largest_batch[evaluates]:
             self._largest_batch[evaluates], self.grew = size, True
 

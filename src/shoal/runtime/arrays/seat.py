@@ -32,6 +32,7 @@ from shoal.core.errors import CapacityError
 from shoal.core.plan import ArrayPlace, Job
 from shoal.core.technique import Spilled
 from shoal.core.units import Bytes
+from shoal.data.sources import batch_bytes
 from shoal.device import Device
 from shoal.fusion import Array, Member
 from shoal.fusion.batches import layout_of
@@ -470,7 +471,7 @@ class ArraySeat:
         if isinstance(self._array, SpilledArray):
             return self._counted_by_units(work, self._array, what)
         there = [row for row in rows if not callable(row)]  # of the same layout, mostly
-        size = sum(t.nbytes for batches in there for t in tensors_of(list(batches)))
+        size = sum(batch_bytes(t) for batches in there for t in tensors_of(list(batches)))
         grew = size > self._largest.get(what, 0)
         self._largest[what] = max(size, self._largest.get(what, 0))
         trains = what == "training"
