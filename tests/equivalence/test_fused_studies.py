@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import oddcodes
 import pytest
 import squads
 from listening import Heard
@@ -208,3 +209,13 @@ def test_who_waits_to_be_evaluated_leaves_the_others_in_training(technique, run_
     report = run_study(recipe, space, epochs=2, fuse=2, technique=technique)
     assert squads.widths(report) == [2, 2]
     squads.assert_arrayed(report, report.trials, recipe, 2, epochs=2)
+
+
+@pytest.mark.parametrize(("model", "odd"), [(oddcodes.model, "adds up")])
+def test_code_that_was_declined_for_no_need(model, odd, run_study):
+    """``+=`` on what ``torch.zeros`` made."""
+    recipe, space = oddcodes.recipe(model=model), shoal.grid(lr=[0.1, 0.01, 0.03], odd=[odd])
+    report = run_study(recipe, space, fuse=3, steps=4)
+    assert squads.widths(report) == [3] * 3
+    squads.assert_near(report.trials, recipe, 1e-12, steps=4)
+    squads.assert_verified(report, recipe)

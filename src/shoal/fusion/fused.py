@@ -280,11 +280,12 @@ class StackedBackend:
         reason, known = _reason(error), self._known_of(crew)
         if reason is None and self._doubted is not None:
             raise error
-        if reason is not None and not known.own_factories and _is_about_writing(reason):
+        writes = _writes_what_is_shared(error, reason)
+        if writes and not known.own_factories:
             known.own_factories = True
             known.notes.append("what torch.zeros and its like make has a value per slot")
             return
-        if crew.stacked.base and not known.own_base and _writes_what_is_shared(error, reason):
+        if writes and crew.stacked.base and not known.own_base:
             known.own_base = True
             known.notes.append(
                 "products with frozen weights are each slot's own: code writes a slot's values "
@@ -326,8 +327,10 @@ class StackedBackend:
         if not self._tries_again:
             return {}
         # Alone every slot can do it: the error was the array's.
+        line = user_line(error)
+        where = f", at {line}" if line else ""
         raise Declined(
-            "the trials run alone and fail as one array: "
+            f"the trials run alone and fail as one array{where}: "
             f"{type(error).__name__}: {first_line(error)}"
         ) from error
 
@@ -383,10 +386,6 @@ def _reason(error: BaseException) -> str | None:
     return f"{type(error).__name__}: {text}"
 
 
-def _is_about_writing(reason: str) -> bool:
-    return "inplace" in reason or "all slots share" in reason or "is not possible" in reason
-
-
 def _writes_what_is_shared(error: BaseException, reason: str | None) -> bool:
     """Whether a slot's values were to be written into a tensor that all slots have.
 
@@ -394,7 +393,7 @@ def _writes_what_is_shared(error: BaseException, reason: str | None) -> bool:
     """
     if reason is None:
         return isinstance(error, RuntimeError) and "match the broadcast shape" in str(error)
-    return _is_about_writing(reason)
+    return "inplace" in reason or "all slots share" in reason or "is not possible" in reason
 
 
 def first_line(error: BaseException) -> str:

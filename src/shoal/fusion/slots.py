@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import resolve_name
 from torch.utils import _pytree as pytree
 
 from shoal.fusion.declined import FROZEN, Declined, Disagreement
@@ -183,7 +184,9 @@ def _writes(function: Callable[..., Any]) -> bool:
 
 
 def _name(function: Callable[..., Any]) -> str:
-    return str(getattr(function, "__qualname__", None) or function)
+    """As torch's documentation has it: ``torch.Tensor.item``."""
+    name = resolve_name(function) or getattr(function, "__qualname__", None) or function
+    return str(name).replace("_VariableFunctionsClass.", "torch.")
 
 
 Rule = Callable[..., Any]
