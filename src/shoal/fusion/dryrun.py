@@ -263,7 +263,7 @@ def _first_unequal(slot: int, alone: Member, found: Member, losses: tuple[float,
     dtype = next((p.dtype for p in mine.values()), torch.float32)
     if alone.recipe.precision != "fp32":
         dtype = torch.bfloat16
-    limit = TOLERANCE.get(dtype, 1e-3)
+    limit = TOLERANCE.get(dtype.to_real(), 1e-3)
     if not close(torch.tensor(losses[0]), torch.tensor(losses[1]), limit, 1.0):
         return f"slot {slot}: the loss is {losses[1]!r}, alone {losses[0]!r}"
     scale = max(

@@ -49,6 +49,9 @@ def close(alone: Tensor, found: Tensor, limit: float, scale: float) -> bool:
     """Equal where not numbers, and else up to ``limit`` times the largest, at least ``scale``."""
     if alone.shape != found.shape or alone.dtype != found.dtype:
         return False
+    if alone.is_complex():
+        one, other = (torch.view_as_real(tensor.resolve_conj()) for tensor in (alone, found))
+        return close(one, other, limit, scale)
     if not alone.is_floating_point():
         return torch.equal(alone, found)
     if torch.equal(alone, found):

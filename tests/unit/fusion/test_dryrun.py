@@ -9,6 +9,7 @@ from torch import nn
 from shoal.core.spec import HyperParameters
 from shoal.fusion import Member, dry_run
 from shoal.fusion.globals import identity
+from shoal.fusion.likeness import close
 from shoal.ownstep import Modes
 from shoal.partition.track import AllocationTracker
 from shoal.recipe import Recipe
@@ -66,3 +67,12 @@ def test_a_dry_run_without_room_ends_in_that(own):
 def test_a_tensor_that_is_made_where_another_was_is_another():
     """Code that makes some anew in each forward was declined, or not, by their addresses."""
     assert len({identity([torch.zeros(3)]) for _ in range(100)}) == 100
+
+
+def test_complex_gradients_may_round_otherwise_as_real_ones_may():
+    """Compared as equal or not, the weights of a Fourier layer kept every array away."""
+    alone = torch.complex(*torch.randn(2, 64))
+    assert close(alone, alone * (1 + 1e-6), 1e-3, 1.0)
+    assert close(alone.conj(), alone.conj().resolve_conj() * (1 + 1e-6), 1e-3, 1.0)
+    assert not close(alone, alone.conj(), 1e-3, 1.0)
+    assert not close(alone, alone * 1.1, 1e-3, 1.0)
