@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
@@ -12,6 +11,7 @@ from shoal.fusion.match import Signature, first_difference
 from shoal.fusion.member import Member
 from shoal.fusion.oldnorms import old_norm
 from shoal.fusion.signature import signature_of
+from shoal.modelcopy import deepcopied
 
 
 def shared_signature(members: Sequence[Member]) -> Signature:
@@ -77,7 +77,7 @@ def shell(member: Member, rows: Mapping[str, Tensor] | None = None) -> Member:
     parameters = {
         id(p): nn.Parameter(tensors[id(p)], p.requires_grad) for p in module.parameters()
     }
-    module = copy.deepcopy(module, {**tensors, **parameters})
+    module = deepcopied(module, {**tensors, **parameters})
     return Member(
         recipe=member.recipe,
         hp=member.hp,

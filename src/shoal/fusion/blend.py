@@ -19,6 +19,7 @@ from shoal.bound import Rest
 from shoal.fusion.declined import Declined
 from shoal.fusion.perslot import PerSlot
 from shoal.fusion.sealed import seal
+from shoal.modelcopy import closed_over
 
 HIDDEN = frozenset(
     ("_parameters", "_buffers", "_modules", "training", "_flat_weights", "_flat_weight_refs")
@@ -135,7 +136,10 @@ def _method(values: Sequence[types.MethodType], where: str) -> Any:
 def _module(values: Sequence[nn.Module], where: str) -> Any:
     """For a module beside the model, such as a loss; it may hold no tensors of its own."""
     if any(list(m.parameters()) or list(m.buffers()) for m in values):
-        raise Declined(f"{where} holds tensors of its own. Make it a part of the model.")
+        raise Declined(
+            f"{where} is a module with tensors, which would be one trial's for all. Make it a "
+            "part of the model, and call it by its name there."
+        )
     return blend_settings(copy.deepcopy(values[0]), values, where)
 
 
@@ -167,7 +171,7 @@ def blend_settings(made: nn.Module, modules: Sequence[nn.Module], where: str) ->
                 continue
             if all(value is values[0] for value in values) or same(values):
                 continue
-            if not _points_inside(values[0], inside):
+            if not (_points_inside(values[0], inside) or _closes_inside(values[0], inside)):
                 vars(child)[name] = blend(values, f"{where}.{path}.{name}".replace("..", "."))
     return made
 
@@ -190,6 +194,17 @@ def _blend_hooks(
                 "method of the module, or the module that a hook is called with, is each trial's."
             )
         made[key] = blend(hooks, f"a hook of {where}")
+
+
+def _closes_inside(value: Any, inside: Set[int]) -> bool:
+    """Whether a setting is a function that closes over parts of its own model and nothing else.
+
+    That of the copy closes over the copy's (``modelcopy``).
+    """
+    if not isinstance(value, types.FunctionType) or not value.__closure__:
+        return False
+    own = [part for part in closed_over(value, nn.Module) if id(part) in inside]
+    return len(own) == len(value.__closure__)
 
 
 def _points_inside(value: Any, inside: Set[int]) -> bool:

@@ -17,6 +17,7 @@ from shoal.fusion.batches import changed_by
 from shoal.fusion.blend import HIDDEN
 from shoal.fusion.declined import Declined
 from shoal.fusion.member import Member
+from shoal.modelcopy import deepcopied
 
 
 def copies(members: Sequence[Member]) -> list[Member]:
@@ -32,7 +33,7 @@ def copies(members: Sequence[Member]) -> list[Member]:
 
 def _copied(member: Member, memo: dict[int, Any]) -> Member:
     """A copy, whose optimizer has what its class keeps beside torch's own: torch leaves it out."""
-    made = copy.deepcopy(member, memo)
+    made = deepcopied(member, memo)
     there = vars(made.optimizer)
     for name, value in vars(member.optimizer).items():
         if name not in there and name != "step":  # a schedule's wrapper, bound to the original

@@ -7,7 +7,6 @@ is *looped*: there each slot's own module does its part, one after another.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from shoal.fusion.member import Member
 from shoal.fusion.sealed import sealed
 from shoal.fusion.slots import Slots
 from shoal.fusion.stacked import Stacked, owners
+from shoal.modelcopy import deepcopied
 from shoal.recipe import Recipe
 
 
@@ -116,7 +116,7 @@ class Template:
 
 def _copied(module: nn.Module, kept: Mapping[int, Tensor]) -> nn.Module:
     try:
-        return copy.deepcopy(module, dict(kept))
+        return deepcopied(module, dict(kept))
     except (torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:

@@ -78,7 +78,7 @@ def test_what_differs_in_more_than_floats_is_declined_with_its_place():
             blend(values, "the place")
     with pytest.raises(Declined, match="the loss is other code"):
         blend([lambda x: x, lambda x: -x], "the loss")
-    with pytest.raises(Declined, match="holds tensors of its own"):
+    with pytest.raises(Declined, match="is a module with tensors"):
         blend([nn.Linear(1, 1), nn.Linear(1, 1)], "the loss")
     with pytest.raises(Declined, match="the mask differs"):
         blend([torch.zeros(2), torch.ones(2)], "the mask")
