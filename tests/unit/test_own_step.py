@@ -206,6 +206,20 @@ def test_a_step_that_trains_nothing(refusal):
     assert words in refusal(with_a_step(trains_nothing))
 
 
+def steps_by_hand(models, batch, optimizers, hp):
+    """Behind autograd's back, which counts no writes to ``data``."""
+    loss = models.one(batch).square().mean()
+    models.one.zero_grad()
+    loss.backward()
+    for parameter in models.one.parameters():
+        parameter.data.add_(parameter.grad, alpha=-0.1)
+    return loss
+
+
+def test_one_that_changes_parameters_without_an_optimizer_is_taken():
+    assert isinstance(measured(with_a_step(steps_by_hand)), Measured)
+
+
 def steps_later(models, batch, optimizers, hp, number):
     for optimizer in optimizers.values() if number > 9 else ():
         optimizer.step()

@@ -5,7 +5,6 @@ As with any model: built, run a few times on real batches, outside the device's 
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from shoal.core.units import Bytes, Seconds
 from shoal.fusion.fused import is_out_of_memory
 from shoal.memory.layout import TensorSpec
 from shoal.memory.store import same_bits
+from shoal.modelcopy import deepcopied
 from shoal.optimizers import build_optimizer_of
 from shoal.ownstep import Modes, OwnStep, own_evaluation
 from shoal.partition.track import peak_of
@@ -106,7 +106,7 @@ class StepMeasure:
         """The bytes of a few calls.
 
         Raises:
-            SpecError: none of them stepped anything, and no code of it says that one would.
+            SpecError: none of them changed anything, and no code of it says that one would.
         """
         stepped: list[bool] = []
 
@@ -115,15 +115,14 @@ class StepMeasure:
 
         members = members_of(self._optimizer)
         handles = [member.register_step_post_hook(note) for member in members]
-        parameters = list(self._model.parameters())
-        before = [(p.data_ptr(), p._version) for p in parameters]
+        may_step = "step" in spelled_by([self._recipe.step]).names  # later, or by chance
+        parameters = [] if may_step else list(self._model.parameters())
+        before = [p.detach().to("cpu", copy=True) for p in parameters]
         peaks = [peak_of(lambda i=i: self._call(batch, i)) for i in range(CALLS)]  # type: ignore[misc]
         for handle in handles:
             handle.remove()
-        may_step = "step" in spelled_by([self._recipe.step]).names  # later, or by chance
-        if not (stepped or may_step) and before == [
-            (p.data_ptr(), p._version) for p in parameters
-        ]:
+        now = [p.detach().cpu() for p in parameters]  # of p.data.add_() no version tells
+        if not (stepped or may_step) and all(map(same_bits, before, now)):
             raise SpecError(
                 f"Recipe(step=...) was called {CALLS} times and trained nothing: it called step() "
                 f"of none of its {len(members)} optimizers and changed no parameter. Call "
@@ -176,7 +175,7 @@ class StepMeasure:
         """Parameters and buffers after two steps of a copy."""
         before = capture_rng(self._here)
         try:
-            model = copy.deepcopy(self._model)
+            model = deepcopied(self._model, {})
         except Exception as error:
             raise _CannotCopy(f"the model cannot be copied ({type(error).__name__})") from error
         optimizer = build_optimizer_of(self._recipe, model, self._hp)  # they cannot all be copied
