@@ -13,7 +13,13 @@ from torch.utils import _pytree as pytree
 from shoal.core.errors import ShoalError
 from shoal.partition.callsheet import EmptyCache
 from shoal.partition.chain import Chain, Micro
-from shoal.partition.discover import Candidate, NotCuttable, find_candidates, find_parts
+from shoal.partition.discover import (
+    Candidate,
+    NotCuttable,
+    OtherMode,
+    find_candidates,
+    find_parts,
+)
 from shoal.partition.evaluated import with_retyped
 from shoal.partition.glue import Block, Skeleton
 from shoal.partition.owners import Owners, UseRecorder, find_owners
@@ -162,6 +168,21 @@ def _build(source: _Source, candidate: Candidate) -> Chain:
 
 
 def _record(source: _Source, candidate: Candidate) -> Record:
+    """What a forward does. Blocks that it calls in a mode of their own are none.
+
+    Raises:
+        NotCuttable: no chain of the other ones could do that, or there are not two.
+    """
+    try:
+        return _watched(source, candidate)
+    except OtherMode as error:
+        rest = candidate.without(error.blocks)
+        if len(rest.blocks) < 2:
+            raise
+        return _watched(source, rest)
+
+
+def _watched(source: _Source, candidate: Candidate) -> Record:
     """What a forward does, watched until its joints are known."""
     joints: tuple[int, ...] = ()
     for _ in range(_ATTEMPTS):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from torch import nn
@@ -21,12 +21,29 @@ class NotCuttable(PlanError):
         self.reason = reason
 
 
+class OtherMode(NotCuttable):
+    """Blocks are called in a mode in which the forward itself is not."""
+
+    def __init__(self, blocks: Collection[str]) -> None:
+        super().__init__(
+            f"the forward calls block {min(blocks)!r} within torch.no_grad or an autocast of its "
+            "own, and fewer than two blocks are called otherwise"
+        )
+        self.blocks = blocks
+
+
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Lists whose children may be the blocks, by module name."""
+    """Lists whose children may be the blocks, by module name; ``apart`` are those that are not."""
 
     lists: tuple[str, ...]
     blocks: dict[str, nn.Module]
+    apart: tuple[nn.Module, ...] = ()
+
+    def without(self, names: Collection[str]) -> Candidate:
+        """The same, with some of its blocks as modules among others."""
+        left = {name: block for name, block in self.blocks.items() if name not in names}
+        return Candidate(self.lists, left, tuple(self.blocks[name] for name in names))
 
 
 def find_candidates(model: nn.Module) -> list[Candidate]:
@@ -57,22 +74,38 @@ def find_candidates(model: nn.Module) -> list[Candidate]:
 def find_parts(model: nn.Module) -> list[Candidate]:
     """The modules that a model consists of, for one whose lists do not make a good chain.
 
-    Those of its children that have parameters, then all of them. A model that only wraps
-    another one has that one's parts.
+    Those of its children that have parameters, then all of them; and where most of it is in one
+    of them, that one's own parts in its place. A model that only wraps another one has that
+    one's parts.
     """
     prefix, whole = "", model
     while True:
         _refuse_compiled(prefix.rstrip("."), whole)
         parts = dict(_members(prefix, whole))
-        full = {name: part for name, part in parts.items() if _parameter_count(part)}
+        full = _with_parameters(parts)
         if len(full) != 1:
             break
         name, whole = next(iter(full.items()))
         prefix = f"{name}."
     if len(full) < 2:
         return []
-    candidates = [Candidate((prefix.rstrip("."),), blocks) for blocks in (full, parts)]
-    return candidates[:1] if len(full) == len(parts) else candidates
+    finer = _opened(full, _parameter_count(whole))
+    choices = [full, *[parts] * (len(parts) > len(full)), *[finer] * (len(finer) > len(full))]
+    return [Candidate((prefix.rstrip("."),), blocks) for blocks in choices]
+
+
+def _opened(parts: dict[str, nn.Module], whole: int) -> dict[str, nn.Module]:
+    """In place of a part with more than half of ``whole`` parameters its own parts, if any."""
+    for name, part in parts.items():
+        inner = _with_parameters(dict(_members(f"{name}.", part)))
+        if inner and 2 * _parameter_count(part) > whole:
+            others = {other: module for other, module in parts.items() if other != name}
+            return _opened(others | inner, whole)
+    return parts
+
+
+def _with_parameters(parts: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    return {name: part for name, part in parts.items() if _parameter_count(part)}
 
 
 def _refuse_compiled(name: str, module: nn.Module) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.partition.callsheet import Call, CallWriter, argument_name, argument_wire, module_wire
-from shoal.partition.discover import Candidate, NotCuttable, ancestors_of
+from shoal.partition.discover import Candidate, NotCuttable, OtherMode, ancestors_of
 from shoal.partition.glue import Block, ReplacedCalls, own_call
 from shoal.partition.preserve import BufferWatch
 from shoal.partition.sections import Sections
@@ -80,7 +80,7 @@ class Spy:
         self._names = Names()
         self._taint = Taint(dict(model.named_parameters()))
         self._touch = TouchWatch()
-        self._writes = WriteWatch(model, self._block_names)
+        self._writes = WriteWatch(model, (*self._block_names, *candidate.apart))
         self._writers: list[CallWriter] = []
         self._unsure: set[Wire | None] = set()
         self._free: set[Wire] = set()  # made of the batch alone
@@ -91,6 +91,7 @@ class Spy:
         self._counts: Counter[str] = Counter()
         self._depth = 0
         self._ambient: Any = None
+        self._elsewhere: set[str] = set()  # blocks that it calls in another mode
         self._rng: RngState = capture_rng(device)  # when the last block returned
         self._last_rng = self._rng  # when the last module did
 
@@ -98,6 +99,7 @@ class Spy:
         """Run the forward, with gradients. Buffers and random state change as in any.
 
         Raises:
+            OtherMode: it calls some of these blocks in a mode of their own.
             NotCuttable: it does something that no chain of these blocks could do.
         """
         calls = ReplacedCalls(self._replacements())
@@ -105,6 +107,8 @@ class Spy:
         with grads, cast, calls, self._taint, self._touch, self._writes:
             self._ambient = self._mode()
             loss, output = loss_and_output(recipe, self._model, batch)
+            if self._elsewhere:
+                raise OtherMode(self._elsewhere)
             with self._aside():
                 self._end_gap()
                 leaves = [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor)]
@@ -198,10 +202,8 @@ class Spy:
     ) -> Any:
         name, position = self._block_names[module], len(self.seen.blocks)
         if self._mode() != self._ambient:
-            raise NotCuttable(
-                f"the forward calls block {name!r} in another gradient or autocast mode than it "
-                "was called in itself"
-            )
+            self._elsewhere.add(name)
+            return call(*args, **kwargs)
         self._end_gap()
         writer = self._writer(position)
         if position and self._needs_joint(flatten((args, kwargs))[0]):

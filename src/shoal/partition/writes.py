@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,7 @@ class WriteWatch(TorchDispatchMode):
     block wrote to that does not hold them, or, of a block's, what is outside of it.
     """
 
-    def __init__(self, model: nn.Module, blocks: Mapping[nn.Module, str]) -> None:
+    def __init__(self, model: nn.Module, blocks: Iterable[nn.Module]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self._names = {storage_key(p): name for name, p in model.named_parameters()}
         self._holders: dict[int, set[nn.Module]] = {}

@@ -274,11 +274,37 @@ class Adding(nn.Linear):
         return super().forward(x) + memory
 
 
+class Taught(Blocks):
+    """A student beside a teacher, which a forward calls without gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.teacher = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).requires_grad_(False)
+
+    def body(self, x):
+        with torch.no_grad():
+            told = self.teacher(x)
+        for block in self.blocks:
+            x = block(x)
+        return x + told
+
+
+class Averaged(Taught):
+    """Its teacher is an average of the student, which the forward brings up to date itself."""
+
+    def body(self, x):
+        with torch.no_grad():
+            for mean, new in zip(self.teacher, self.blocks, strict=False):
+                mean.weight.lerp_(new.weight, 0.1)
+        return super().body(x)
+
+
 REFUSALS = {
+    Averaged: r"writes to weights outside of the block they are in: teacher.0.weight",
     Looking: r"reads a value of the output of block 'blocks.\d' between blocks",
     Logging: r"block 'blocks.0' changes its argument",
     Remembering: r"argument 'diary' of block 'blocks.0' is a Diary, which a block may change",
-    Frozen: r"block 'blocks.0' in another gradient or autocast mode",
+    Frozen: r"block 'blocks.0' within torch.no_grad .* fewer than two blocks are called otherwise",
     SharedScratch: r"'blocks.0' changes a tensor in place that later blocks read",
     Resumed: r"its blocks are given a Cache that is not empty",
     Massive: r"no nn.ModuleList or nn.Sequential with two or more children.*most of it is in one",
@@ -304,6 +330,44 @@ def test_a_refusal_names_what_stands_against_a_chain(kind, make_recipe):
         raise AssertionError(report.notes[0])
     assert torch.equal(rng, torch.get_rng_state())
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_blocks_that_a_forward_calls_without_gradients_are_left_out_of_the_chain(make_recipe):
+    model, batch = Taught(), (torch.randn(4, 6), torch.randint(0, 5, (4,)))
+
+    report = pilot(model, make_recipe(model), batch, CPU)
+
+    assert report.bitwise
+    assert report.chain.layer_names[1:-1] == tuple(f"blocks.{n}" for n in range(4))
+
+
+class Flat(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.three = (nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x):
+        return self.three(self.two(self.one(x)))
+
+
+class Wrapped(nn.Module):
+    """A small part beside one that is most of the model and has no lists."""
+
+    def __init__(self):
+        super().__init__()
+        self.big, self.head = Flat(), nn.Linear(6, 5)
+
+    def forward(self, x):
+        return self.head(self.big(x))
+
+
+def test_a_part_that_is_most_of_a_model_is_cut_between_its_own_parts(make_recipe):
+    model, batch = Wrapped(), (torch.randn(4, 6), torch.randint(0, 5, (4,)))
+
+    report = pilot(model, make_recipe(model), batch, CPU)
+
+    assert report.bitwise
+    assert report.chain.layer_names[1:-1] == ("big.one", "big.two", "big.three", "head")
 
 
 class Stages(nn.Module):
