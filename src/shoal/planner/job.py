@@ -222,15 +222,16 @@ def refuse(
         return TooLarge(
             head
             + f"resident it needs {format_enough(measure.resident_bytes)}, and it cannot be cut: "
-            + "; ".join(measure.notes)
+            + "; ".join(map(_why, measure.notes))
             + ". Give the device that much memory, make the batch smaller, or change the model "
             "so that it can be cut."
         )
     singles = [predict_shard(measure.layers, i, i, i + 1) for i in range(len(measure.layers))]
     worst = max(singles, key=lambda s: s.parameter_bytes + s.backward_peak_bytes)
-    needed = max(least(measure, request).total, exact)
+    reckoned = least(measure, request).total
+    needed = max(reckoned, exact)
     training = least(replace(measure, valid_scale=1.0), request).total
-    if training <= budget < needed:
+    if training <= budget < reckoned:
         forward = max(s.forward_peak_bytes for s in singles) * measure.valid_scale
         return TooLarge(
             head + f"its validation batches are {measure.valid_scale:.1f} times as large as its "
@@ -244,3 +245,8 @@ def refuse(
         f"shards hand on, about {format_enough(needed)} in all. Give the device that "
         "much memory, or make the batch or the layer smaller."
     )
+
+
+def _why(note: str) -> str:
+    """The reason in a note of the pilot's, without what was said before it."""
+    return note.removeprefix("the model cannot be cut into shards: ").removesuffix(".")
