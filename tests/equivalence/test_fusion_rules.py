@@ -244,6 +244,11 @@ ROWS_OF = {  # what: (operation with the rule, module of a slot, shape of its in
         lambda s: Fn(smoothed(s), 3),
         (4, 3),
     ),
+    "derivatives by the input": (
+        torch.autograd.grad,
+        lambda s: nn.Sequential(Fn(_derived, 6), nn.Linear(6, 6)),
+        ROWS,
+    ),
     "weighted classes": (torch._C._nn.nll_loss_nd, lambda s: Fn(weighted, 3), (4, 3)),
 }
 UNRULED = {  # without a rule: torch's batching, or slot by slot
@@ -402,6 +407,16 @@ def _penalised(x, w):
     out = (x * w).tanh()
     (slope,) = torch.autograd.grad(out.sum(), w, create_graph=True)
     return out * slope.norm()
+
+
+def _derived(x, w):
+    """As PINNs have them, in evaluation too."""
+    with torch.enable_grad():
+        x.requires_grad_()
+        (slope,) = torch.autograd.grad((x**3 * w).sum(), x, create_graph=True)
+        ones = torch.ones_like(slope)
+        (curve,) = torch.autograd.grad(slope, [x], ones, create_graph=True)
+    return slope + curve
 
 
 def _by_chance(x, w):

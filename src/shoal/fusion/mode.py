@@ -66,7 +66,7 @@ MIXED = frozenset((torch.layer_norm, torch.group_norm))
 """Their kernels on a CPU take half precision and weights of float32, and give half precision."""
 
 FREEZING = frozenset((Tensor.requires_grad_, Tensor.requires_grad.__set__))  # type: ignore[attr-defined]
-"""Has a parameter trained from now on, or not."""
+"""Has a parameter trained from now on, or not; or a batch's tensor keep its gradient."""
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -110,8 +110,8 @@ class SlotMode(TorchFunctionMode):
                 return result
         if func in READING:
             return self._slots.each(func, args, kwargs)
-        if func in FREEZING:
-            self._slots.require_as_trained(*args, **kwargs)
+        if func in FREEZING and self._slots.asks_gradient(*args, **kwargs):
+            return args[0]
         if func in DRAWING:
             return self._draw(func, args, kwargs)
         twin = TWINS.get(func)

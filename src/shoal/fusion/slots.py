@@ -48,14 +48,22 @@ class Slots:
         self.is_trained: Callable[[Tensor], bool | None] = lambda tensor: None
         self._active = active
 
-    def require_as_trained(self, tensor: Tensor, requires_grad: bool = True) -> None:
-        """Code may say of a parameter that it is trained, or frozen, if it is.
+    def asks_gradient(self, tensor: Tensor, requires_grad: bool = True) -> bool:
+        """Have a batch's tensor keep its gradient, by which code takes a derivative, or not.
+
+        Code may say of a parameter that it is trained, or frozen, if it is: then, and of what all
+        slots share, False, and nothing is done.
 
         Raises:
             Declined: it is not.
         """
-        if self.is_trained(tensor) not in (None, requires_grad):
+        if (is_trained := self.is_trained(tensor)) not in (None, requires_grad):
             raise Declined(FROZEN)
+        if is_trained is not None or not self.level.is_slotted(tensor):
+            return False
+        with plainly():  # torch's batching has no such thing, and says nothing
+            self.level.open(tensor)[0].requires_grad_(requires_grad)
+        return True
 
     def has_values(self, *values: object) -> bool:
         """Whether one of ``values`` is a tensor with a value per slot."""

@@ -19,6 +19,7 @@ from shoal.fusion.rules.attention import attention
 from shoal.fusion.rules.convolution import conv, conv_transpose
 from shoal.fusion.rules.dropout import dropout, dropout_, feature_dropout, feature_dropout_
 from shoal.fusion.rules.embedding import embedding
+from shoal.fusion.rules.gradient import grad
 from shoal.fusion.rules.linear import linear
 from shoal.fusion.rules.loss import cross_entropy, nll_loss
 from shoal.fusion.rules.norm import batch_norm
@@ -41,6 +42,7 @@ WRITTEN_OVER = (
 
 RULES: dict[Callable[..., Any], Rule] = {
     functional.linear: linear,
+    torch.autograd.grad: grad,
     torch.conv1d: conv,
     torch.conv2d: conv,
     torch.conv3d: conv,
