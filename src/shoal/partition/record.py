@@ -55,7 +55,7 @@ def make_record(model: nn.Module, seen: Seen) -> Record:
     if last < 2:
         raise NotCuttable(
             f"the forward calls {last} of the {last + len(seen.skipped)} listed blocks; two or "
-            "more are needed"
+            "more are needed (block(x) is a call, block.forward(x) is none)"
         )
     _require_blind(seen)
     sections = Sections(last, seen.joints)

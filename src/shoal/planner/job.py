@@ -238,11 +238,14 @@ def refuse(
             f"training batches, and inside a forward one layer needs {format_bytes(forward)} for "
             "one. Make the validation batches smaller, or give the device more memory."
         )
+    buffers = ""
+    if measure.buffer_bytes:
+        buffers = f", {format_bytes(measure.buffer_bytes)} of buffers, which stay,"
     return TooLarge(
         head + f"cut as finely as it can be, layer {measure.layers[worst.index].name!r} needs "
         f"{format_bytes(worst.parameter_bytes)} for its parameters and "
-        f"{format_bytes(worst.backward_peak_bytes)} inside its backward; with the batch and what "
-        f"shards hand on, about {format_enough(needed)} in all. Give the device that "
+        f"{format_bytes(worst.backward_peak_bytes)} inside its backward; with the batch{buffers} and "
+        f"what shards hand on, about {format_enough(needed)} in all. Give the device that "
         "much memory, or make the batch or the layer smaller."
     )
 

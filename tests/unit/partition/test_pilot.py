@@ -299,7 +299,15 @@ class Averaged(Taught):
         return super().body(x)
 
 
+class Forwarded(Blocks):
+    def body(self, x):
+        for block in self.blocks:
+            x = block.forward(x)
+        return x
+
+
 REFUSALS = {
+    Forwarded: r"calls 0 of the 4 listed blocks; .*\(block\(x\) is a call, block.forward\(x\) is none",
     Averaged: r"writes to weights outside of the block they are in: teacher.0.weight",
     Looking: r"reads a value of the output of block 'blocks.\d' between blocks",
     Logging: r"block 'blocks.0' changes its argument",

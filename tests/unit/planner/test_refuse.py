@@ -27,3 +27,13 @@ def test_validation_batches_are_to_blame_only_where_smaller_ones_would_fit():
 
     assert "validation batches are 9.0 times as large" in words(large, budget)
     assert "cut as finely as it can be" in words(alike, budget, exact=budget + 1)
+
+
+def test_large_buffers_are_named_beside_the_largest_layer():
+    layers = [make_layer(f"layer {n}", 4096) for n in range(3)]
+    without, with_them = make_measure(layers), make_measure(layers, buffer_bytes=Bytes(2**20))
+
+    assert "with the batch and what shards hand on" in words(without, 1024)
+    assert "with the batch, 1.0 MiB of buffers, which stay, and what shards" in words(
+        with_them, 1024
+    )
