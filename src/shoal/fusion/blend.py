@@ -61,10 +61,10 @@ def same(values: Sequence[Any]) -> bool:
         return all(value == first for value in values)
     if isinstance(first, torch.dtype | torch.device | torch.Size | types.ModuleType):
         return all(value == first for value in values)
-    if kind in (tuple, list):
+    if kind in (tuple, list) or _is_named(kind):
         lengths = {len(value) for value in values}
         return len(lengths) == 1 and all(same(items) for items in zip(*values, strict=True))
-    if kind in (set, frozenset, range):
+    if kind in (set, frozenset, range) or hasattr(kind, "__members__"):  # an Enum, or torch's
         return all(value == first for value in values)
     return False
 
@@ -82,7 +82,7 @@ def _maker(first: Any) -> Any:
         return _method
     if isinstance(first, Mapping) and isinstance(first, dict):
         return _mapping
-    if type(first) in (tuple, list):
+    if type(first) in (tuple, list) or _is_named(type(first)):
         return _sequence
     return _plain if hasattr(first, "__dict__") and not isinstance(first, Tensor) else None
 
@@ -90,7 +90,13 @@ def _maker(first: Any) -> Any:
 def _sequence(values: Sequence[Any], where: str) -> Any:
     if len({len(value) for value in values}) > 1:
         raise Declined(f"{where} differs in length between trials.")
-    return type(values[0])(blend(items, where) for items in zip(*values, strict=True))
+    kind, items = type(values[0]), [blend(one, where) for one in zip(*values, strict=True)]
+    return kind(*items) if _is_named(kind) else kind(items)
+
+
+def _is_named(kind: type) -> bool:
+    """Whether this is a ``namedtuple``."""
+    return issubclass(kind, tuple) and hasattr(kind, "_fields")
 
 
 def _mapping(values: Sequence[dict[Any, Any]], where: str) -> Any:

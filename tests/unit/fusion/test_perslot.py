@@ -1,5 +1,6 @@
 """A float per slot: computes value by value, and never passes for a number that it is not."""
 
+import collections
 import functools
 import math
 import types
@@ -7,6 +8,7 @@ import types
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend
 
 from shoal.fusion.blend import blend
 from shoal.fusion.declined import Declined, Disagreement
@@ -70,6 +72,18 @@ def test_functions_of_equal_code_are_made_anew_around_what_differs():
     assert made(2.0).values == (4.0, 6.0)
     assert partial.args[0].values == (2.0, 3.0)
     assert module.label_smoothing.values == (0.0, 0.1)
+
+
+def test_named_tuples_and_enums_are_compared_by_what_they_are():
+    kind = collections.namedtuple("Config", ["backends", "scale"])
+    plain, flash = SDPBackend.MATH, SDPBackend.FLASH_ATTENTION
+
+    made = blend([kind([plain, flash], scale) for scale in (1.0, 1.0)], "the place")
+    assert made == kind([plain, flash], 1.0)
+    made = blend([kind([plain, flash], scale) for scale in (1.0, 2.0)], "the place")
+    assert made.scale.values == (1.0, 2.0)
+    with pytest.raises(Declined, match="the place differs"):
+        blend([kind([plain], 1.0), kind([flash], 1.0)], "the place")
 
 
 def test_what_differs_in_more_than_floats_is_declined_with_its_place():
