@@ -244,8 +244,8 @@ def refuse(
     return TooLarge(
         head + f"cut as finely as it can be, layer {measure.layers[worst.index].name!r} needs "
         f"{format_bytes(worst.parameter_bytes)} for its parameters and "
-        f"{format_bytes(worst.backward_peak_bytes)} inside its backward; with the batch{buffers} and "
-        f"what shards hand on, about {format_enough(needed)} in all. Give the device that "
+        f"{format_bytes(worst.backward_peak_bytes)} inside its backward; with the batch{buffers} "
+        f"and what shards hand on, about {format_enough(needed)} in all. Give the device that "
         "much memory, or make the batch or the layer smaller."
     )
 

@@ -307,7 +307,7 @@ class Forwarded(Blocks):
 
 
 REFUSALS = {
-    Forwarded: r"calls 0 of the 4 listed blocks; .*\(block\(x\) is a call, block.forward\(x\) is none",
+    Forwarded: r"calls 0 of the 4 listed blocks; .* block.forward\(x\) is none",
     Averaged: r"writes to weights outside of the block they are in: teacher.0.weight",
     Looking: r"reads a value of the output of block 'blocks.\d' between blocks",
     Logging: r"block 'blocks.0' changes its argument",
