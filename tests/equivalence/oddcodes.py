@@ -19,6 +19,7 @@ class Net(nn.Module):
     def __init__(self, odd: str) -> None:
         super().__init__()
         self.odd, self.steps = odd, 0
+        self.register_buffer("state", torch.ones(5))
         self.enter, self.leave = nn.Linear(INSIDE, 5), nn.Linear(5, CLASSES)
 
     def forward(self, x):
@@ -28,6 +29,9 @@ class Net(nn.Module):
         elif self.odd == "counts":
             self.steps += 1
             x = x * (1 + 1 / self.steps)
+        elif self.odd == "goes on":
+            x = x * self.state
+            self.state = x.detach().mean(0).tanh()
         elif self.odd == "adds up":
             total = torch.zeros(ROWS, 5, dtype=torch.float64)
             total += x

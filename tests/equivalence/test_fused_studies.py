@@ -212,10 +212,15 @@ def test_who_waits_to_be_evaluated_leaves_the_others_in_training(technique, run_
 
 
 @pytest.mark.parametrize(
-    ("model", "odd"), [(oddcodes.closing, "closes over layers"), (oddcodes.model, "adds up")]
+    ("model", "odd"),
+    [
+        (oddcodes.closing, "closes over layers"),
+        (oddcodes.model, "adds up"),
+        (oddcodes.model, "goes on"),
+    ],
 )
 def test_code_that_was_declined_for_no_need(model, odd, run_study):
-    """A function of the model's own that closes over its layers; ``+=`` on ``torch.zeros``."""
+    """A function that closes over layers; ``+=`` on ``torch.zeros``; a state that goes on."""
     recipe, space = oddcodes.recipe(model=model), shoal.grid(lr=[0.1, 0.01, 0.03], odd=[odd])
     report = run_study(recipe, space, fuse=3, steps=4)
     assert squads.widths(report) == [3] * 3

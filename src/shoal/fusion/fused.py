@@ -49,6 +49,8 @@ class Learnt:
     looped: list[str] = field(default_factory=list)
     own_factories: bool = False
     own_base: bool = False  # each slot has for itself what is in memory once (``Stacked.given``)
+    replaced: tuple[str, ...] = ()  # buffers that the code makes anew
+    own_buffers: bool = False  # of which it is given copies, since its backward needs the old ones
     notes: list[str] = field(default_factory=list)
 
     def copy(self) -> Learnt:
@@ -139,9 +141,20 @@ class StackedBackend:
             self._take_back(crew)
             if is_out_of_memory(error):
                 raise
+            if self._keeps_old_buffers(crew, error):
+                return self.train(crew, batches, active, scale)
             raise Declined(f"{RUNS_AGAIN.removesuffix('.')}: {first_line(error)}") from error
         self._keep_idle(crew, active)
         return Trained(masked(losses.detach(), active), {})
+
+    def _keeps_old_buffers(self, crew: Crew, error: BaseException) -> bool:
+        """Whether another try may do: a hidden state that the next batch begins with, say."""
+        known = self._known_of(crew)
+        if known.own_buffers or not known.replaced or "an inplace operation" not in str(error):
+            return False
+        known.own_buffers = True
+        known.notes.append("its backward needs buffers as they were: passes have copies of them")
+        return True
 
     def _keep_idle(self, crew: Crew, active: Sequence[bool]) -> None:
         """Buffers of slots that took no part; autograd needs them as they are until now."""
@@ -258,15 +271,18 @@ class StackedBackend:
             autocast(recipe, crew.device),
         ):
             loss, output = loss_and_output(recipe, template.module, batch)
+        self._known_of(crew).replaced = tuple(replaced)
         for name, value in replaced.items():
             blocks[name].copy_(level.stacked(value.detach()))
         return output, level.stacked(loss)
 
     def _within(self, crew: Crew, level: Level, blocks: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """``blocks``, as of ``Stacked.given``, as the model's code sees them."""
-        base = crew.stacked.base
+        base, known = crew.stacked.base, self._known_of(crew)
+        copied = known.replaced if known.own_buffers else ()
+        blocks = {**blocks, **{name: blocks[name].clone() for name in copied}}
         tensors = {n: b if n in base else level.slotted(b) for n, b in blocks.items()}
-        for name in base if self._known_of(crew).own_base else ():
+        for name in base if known.own_base else ():
             one = blocks[name]
             tensors[name] = level.slotted(one.expand(crew.width, *one.shape))
         return tensors
