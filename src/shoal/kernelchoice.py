@@ -1,7 +1,8 @@
 """The settings of torch by which kernels are chosen: those of a process, and repeatable ones.
 
 [Note: which kernels]
-What a user set in their own process (``torch.use_deterministic_algorithms``,
+What a user set in their own process (``torch.set_default_dtype``, which chooses kernels by their
+type, ``torch.use_deterministic_algorithms``,
 ``torch.backends.cudnn.deterministic``, ``torch.set_float32_matmul_precision``) holds for what they
 train there alone. So workers are told of it, and train with the same kernels. Some of a GPU's add
 up in whatever order their threads come by: two runs of one pass differ then in the last bits,
@@ -31,7 +32,7 @@ EXACT, STRICT = "exact", "strict"
 TOLD = (
     EXACT,
     *("deterministic algorithms", "deterministic cuDNN"),
-    *("cuDNN by timing", "cuDNN in full float32"),
+    *("cuDNN by timing", "cuDNN in full float32", "default type"),
 )
 BY_BACKEND = (
     "cuda.matmul",
@@ -61,6 +62,7 @@ class KernelChoice:
     cudnn_benchmark: bool
     cudnn_tf32: bool
     fp32: tuple[str, ...] = ()
+    default_dtype: torch.dtype = torch.float32
 
     @staticmethod
     def here() -> KernelChoice:
@@ -75,6 +77,7 @@ class KernelChoice:
             cudnn_benchmark=cudnn.benchmark,
             cudnn_tf32=tf32,
             fp32=fp32,
+            default_dtype=torch.get_default_dtype(),
         )
 
     def take(self) -> None:
@@ -82,6 +85,7 @@ class KernelChoice:
         if self.deterministic and not self.only_warns:
             os.environ.setdefault(*CUBLAS)  # without it torch refuses every product on a GPU
         if self != KernelChoice.here():
+            torch.set_default_dtype(self.default_dtype)
             torch.use_deterministic_algorithms(self.deterministic, warn_only=self.only_warns)
             cudnn = torch.backends.cudnn
             cudnn.deterministic = self.cudnn_deterministic
@@ -102,6 +106,8 @@ class KernelChoice:
             "cuDNN in full float32": on_gpu and not self.cudnn_tf32,
         }
         found = {name: "yes" for name, differs in words.items() if differs}
+        if self.default_dtype != torch.float32:
+            found["default type"] = str(self.default_dtype).removeprefix("torch.")
         return {EXACT: STRICT, **found} if _strict else found
 
 

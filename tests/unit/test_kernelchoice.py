@@ -34,6 +34,7 @@ def changed():
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = True
     torch.backends.cudnn.allow_tf32 = False
+    torch.set_default_dtype(torch.float64)
 
 
 def test_what_was_set_is_told_and_taken_back(restored):
@@ -46,7 +47,7 @@ def test_what_was_set_is_told_and_taken_back(restored):
     there.take()
     assert KernelChoice.here() == there
     assert tuple(there.told(on_gpu=True)) == TOLD[1:]
-    assert tuple(there.told(on_gpu=False)) == TOLD[1:2]  # what cuDNN does is nothing to a CPU
+    assert tuple(there.told(on_gpu=False)) == (TOLD[1], TOLD[-1])  # a CPU has no cuDNN
     assert there.matmul == "high"
 
 
@@ -77,7 +78,8 @@ def test_only_deterministic_kernels_inside_and_told_apart_from_warnings(restored
     assert told == {EXACT: STRICT, "deterministic algorithms": "yes"}
     assert inside.cudnn_deterministic
     changed()
-    assert KernelChoice.here().told(on_gpu=False) == {"deterministic algorithms": "yes"}
+    told = KernelChoice.here().told(on_gpu=False)
+    assert told == {"deterministic algorithms": "yes", "default type": "float64"}
 
 
 def model(hp):

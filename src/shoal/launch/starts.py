@@ -233,6 +233,7 @@ ALONE: Mapping[str, Scalar] = {
     "use_cache": "as it is",
     "weights": "newest",
     **dict.fromkeys(TOLD, "no"),
+    "default type": "float32",
 }
 """What a numerics key says by leaving it out."""
 
