@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from shoal.core.closures import closed_over
+
 T = TypeVar("T")
 
 
@@ -21,31 +23,22 @@ def deepcopied(value: T, memo: dict[int, Any]) -> T:
     parts = [module for module in list(memo.values()) if isinstance(module, nn.Module)]
     for part in {id(module): module for module in parts}.values():
         for name, kept in vars(part).items():
-            if isinstance(kept, types.FunctionType) and closed_over(kept, nn.Module):
+            if isinstance(kept, types.FunctionType) and kept.__closure__:
                 vars(part)[name] = _around_copies(kept, memo)
     return made
 
 
-def closed_over(function: types.FunctionType, kind: type[T]) -> list[T]:
-    """What of a type a function closes over."""
-    contents = map(_content, function.__closure__ or ())
-    return [value for value in contents if isinstance(value, kind)]
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # nothing was assigned yet
-        return None
-
-
 def _around_copies(function: types.FunctionType, memo: dict[int, Any]) -> types.FunctionType:
-    def of_copy(cell: types.CellType) -> types.CellType:
-        content = _content(cell)
-        is_copied = isinstance(content, nn.Module) and id(content) in memo
-        return types.CellType(memo[id(content)]) if is_copied else cell
-
-    code, cells = function.__code__, tuple(map(of_copy, function.__closure__ or ()))
+    copied = {
+        name: types.CellType(memo[id(value)])
+        for name, value in closed_over(function).items()
+        if isinstance(value, nn.Module) and id(value) in memo
+    }
+    if not copied:
+        return function
+    code = function.__code__
+    own = zip(code.co_freevars, function.__closure__ or (), strict=True)
+    cells = tuple(copied.get(name, cell) for name, cell in own)
     made = types.FunctionType(code, function.__globals__, function.__name__, None, cells)
     made.__defaults__, made.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
     vars(made).update(vars(function))

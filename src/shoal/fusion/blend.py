@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from shoal.bound import Rest
+from shoal.core.closures import closed_over
 from shoal.fusion.declined import Declined
 from shoal.fusion.perslot import PerSlot
 from shoal.fusion.sealed import seal
-from shoal.modelcopy import closed_over
 
 HIDDEN = frozenset(
     ("_parameters", "_buffers", "_modules", "training", "_flat_weights", "_flat_weight_refs")
@@ -177,7 +177,7 @@ def blend_settings(made: nn.Module, modules: Sequence[nn.Module], where: str) ->
                 continue
             if all(value is values[0] for value in values) or same(values):
                 continue
-            if not (_points_inside(values[0], inside) or _closes_inside(values[0], inside)):
+            if not (_points_inside(values[0], inside) or _close_inside(values, modules)):
                 vars(child)[name] = blend(values, f"{where}.{path}.{name}".replace("..", "."))
     return made
 
@@ -202,15 +202,21 @@ def _blend_hooks(
         made[key] = blend(hooks, f"a hook of {where}")
 
 
-def _closes_inside(value: Any, inside: Set[int]) -> bool:
-    """Whether a setting is a function that closes over parts of its own model and nothing else.
+def _close_inside(values: Sequence[Any], modules: Sequence[nn.Module]) -> bool:
+    """Whether settings are one function, each closed over the same parts of its own model alone.
 
     That of the copy closes over the copy's (``modelcopy``).
     """
-    if not isinstance(value, types.FunctionType) or not value.__closure__:
+    if not all(isinstance(value, types.FunctionType) and value.__closure__ for value in values):
         return False
-    own = [part for part in closed_over(value, nn.Module) if id(part) in inside]
-    return len(own) == len(value.__closure__)
+    parts = []
+    for value, module in zip(values, modules, strict=True):
+        names = {id(part): name for name, part in module.named_modules()}
+        closed = [names.get(id(part)) for part in closed_over(value).values()]
+        parts.append((value.__code__, closed, len(value.__closure__)))
+    _, closed, count = parts[0]
+    alike = all(part == parts[0] for part in parts) and same([v.__defaults__ for v in values])
+    return alike and None not in closed and len(closed) == count
 
 
 def _points_inside(value: Any, inside: Set[int]) -> bool:

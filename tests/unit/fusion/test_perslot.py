@@ -1,6 +1,7 @@
 """A float per slot: computes value by value, and never passes for a number that it is not."""
 
 import collections
+import copy
 import functools
 import math
 import types
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend
 
-from shoal.fusion.blend import blend
+from shoal.fusion.blend import blend, blend_settings
 from shoal.fusion.declined import Declined, Disagreement
 from shoal.fusion.perslot import PerSlot, in_words, values_of
 
@@ -96,6 +97,22 @@ def test_what_differs_in_more_than_floats_is_declined_with_its_place():
         blend([nn.Linear(1, 1), nn.Linear(1, 1)], "the loss")
     with pytest.raises(Declined, match="the mask differs"):
         blend([torch.zeros(2), torch.ones(2)], "the mask")
+
+
+def calling(part: str) -> nn.Module:
+    module = nn.ModuleDict({"one": nn.Linear(1, 1), "other": nn.Linear(1, 1)})
+    own = module[part]
+    module.call = lambda x: own(x)
+    return module
+
+
+def test_functions_that_close_over_other_parts_of_their_models_are_declined():
+    modules = [calling("one"), calling("one")]
+    call = modules[0].call
+    assert blend_settings(copy.copy(modules[0]), modules, "the model").call is call
+    modules = [calling("one"), calling("other")]
+    with pytest.raises(Declined, match="is a module with tensors"):
+        blend_settings(modules[0], modules, "the model")
 
 
 def test_its_type_is_told_in_words_and_its_values_once_each_and_not_too_many():
