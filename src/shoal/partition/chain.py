@@ -280,9 +280,9 @@ class Chain:
         ]
         if missing:
             raise TrialError(
-                f"layer {self.layer_names[missing[0].layer]!r} does not make the tensor "
-                f"{missing[0]} that later layers read, unlike in the pilot. Train this model "
-                "unsharded."
+                "the forward goes another way than in the pilot, as where a router picks other "
+                f"experts for another batch: layer {self.layer_names[missing[0].layer]!r} made no "
+                f"tensor {missing[0]}, which later layers read. Train this model unsharded."
             )
 
     def _run_block(self, micro: Micro, layer: int, alive: Wires) -> None:

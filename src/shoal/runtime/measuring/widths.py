@@ -543,7 +543,10 @@ def _obstacle(recipe: Recipe, device: Device, trial: TrialSpec, member: Member) 
     if words := old_norm(member.module):
         return words
     if name := sparse_gradient_of(member.module):
-        return f"the gradient of {name!r} is sparse, which no rows of stacked tensors are"
+        return (
+            f"the gradient of {name!r} is sparse, which no rows of stacked tensors are; a layer "
+            "built with sparse=False has a dense one"
+        )
     if recipe.accumulate > 1:
         train, _ = read_data(recipe, HyperParameters(trial.hp))
         if epoch_length(train) is None:
