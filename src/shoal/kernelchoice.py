@@ -1,9 +1,10 @@
-"""The settings of torch by which kernels are chosen: those of a process, and repeatable ones.
+"""The settings by which a process computes: those that kernels are chosen by, and repeatable ones.
 
 [Note: which kernels]
 What a user set in their own process (``torch.set_default_dtype``, which chooses kernels by their
 type, ``torch.use_deterministic_algorithms``,
-``torch.backends.cudnn.deterministic``, ``torch.set_float32_matmul_precision``) holds for what they
+``torch.backends.cudnn.deterministic``, ``torch.set_float32_matmul_precision``, and what ``OTHERS``
+lists) holds for what they
 train there alone. So workers are told of it, and train with the same kernels. Some of a GPU's add
 up in whatever order their threads come by: two runs of one pass differ then in the last bits,
 by torch's defaults in most convolutions, and in attention over long sequences. Where two passes
@@ -15,12 +16,14 @@ from __future__ import annotations
 
 import operator
 import os
+import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -29,10 +32,104 @@ from shoal.dispatched import run_operation
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 EXACT, STRICT = "exact", "strict"
 """What a numerics key says where a study asked for deterministic kernels alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One more that holds for a whole process: its ``name`` in a numerics key, in words for what
+    differs from torch's default; without a name no bit depends on it."""
+
+    name: str
+    usual: Any
+    read: Callable[[], Any]
+    put: Callable[[Any], Any]
+    is_of_gpu: bool = False
+
+
+def _flushes() -> bool:
+    """Whether numbers too small for the usual format are zero; torch does not say."""
+    tiny = torch.finfo(torch.float32).tiny
+    return not torch.full((), tiny, dtype=torch.float32, device="cpu").mul(0.5).item()
+
+
+def _of_torch(name: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    return getattr(torch._C, f"_get_{name}"), getattr(torch._C, f"_set_{name}")
+
+
+def _attention(name: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    backends = torch.backends.cuda  # those of a CPU too
+    return getattr(backends, f"{name}_sdp_enabled"), getattr(backends, f"enable_{name}_sdp")
+
+
+def _of_products(name: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    products = torch.backends.cuda.matmul
+    return lambda: getattr(products, name), lambda value: setattr(products, name, value)
+
+
+def _contracts_in_order() -> bool:
+    einsum = torch.backends.opt_einsum
+    return bool(einsum.is_available() and not einsum.enabled)
+
+
+def _contract_in_order(value: bool) -> None:
+    torch.backends.opt_einsum.enabled = not value
+
+
+_ANOMALY = torch.is_anomaly_enabled, torch.is_anomaly_check_nan_enabled
+
+OTHERS = (
+    Setting("flushed denormals", False, _flushes, torch.set_flush_denormal),
+    Setting("without oneDNN", True, *_of_torch("mkldnn_enabled")),
+    Setting("deterministic oneDNN", False, *_of_torch("mkldnn_deterministic")),
+    Setting("without NNPACK", True, *_of_torch("nnpack_enabled")),
+    Setting("without flash attention", True, *_attention("flash")),
+    Setting("without memory-efficient attention", True, *_attention("mem_efficient")),
+    Setting("without attention by products", True, *_attention("math")),
+    Setting("without attention of cuDNN", True, *_attention("cudnn"), is_of_gpu=True),
+    Setting(
+        "attention with narrow sums",
+        False,
+        torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed,
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp,
+    ),
+    Setting(
+        "without attention's fast path",
+        True,
+        torch.backends.mha.get_fastpath_enabled,
+        torch.backends.mha.set_fastpath_enabled,
+    ),
+    Setting("einsum in order", False, _contracts_in_order, _contract_in_order),
+    Setting("without cuDNN", True, *_of_torch("cudnn_enabled"), is_of_gpu=True),
+    *(
+        Setting(name, usual, *_of_products(f"allow_{kind}"), is_of_gpu=True)
+        for name, usual, kind in (
+            ("float16 products summed in full", True, "fp16_reduced_precision_reduction"),
+            ("bfloat16 products summed in full", True, "bf16_reduced_precision_reduction"),
+            ("float16 products summed in float16", False, "fp16_accumulation"),
+        )
+    ),
+    Setting(
+        "",
+        (False, True),
+        lambda: tuple(ask() for ask in _ANOMALY),
+        lambda value: torch.set_anomaly_enabled(*value),
+    ),
+    Setting(
+        "",
+        False,
+        torch.sparse.check_sparse_tensor_invariants.is_enabled,
+        torch._C._set_check_sparse_tensor_invariants,
+    ),
+    Setting(
+        "", (), lambda: tuple(numpy.geterr().items()), lambda words: numpy.seterr(**dict(words))
+    ),
+    Setting("", 1000, sys.getrecursionlimit, sys.setrecursionlimit),
+)
 TOLD = (
     EXACT,
     *("deterministic algorithms", "deterministic cuDNN"),
     *("cuDNN by timing", "cuDNN in full float32", "default type"),
+    *(setting.name for setting in OTHERS if setting.name),
 )
 BY_BACKEND = (
     "cuda.matmul",
@@ -63,6 +160,7 @@ class KernelChoice:
     cudnn_tf32: bool
     fp32: tuple[str, ...] = ()
     default_dtype: torch.dtype = torch.float32
+    others: tuple[Any, ...] = ()  # of OTHERS
 
     @staticmethod
     def here() -> KernelChoice:
@@ -78,13 +176,18 @@ class KernelChoice:
             cudnn_tf32=tf32,
             fp32=fp32,
             default_dtype=torch.get_default_dtype(),
+            others=tuple(setting.read() for setting in OTHERS),
         )
 
     def take(self) -> None:
         """Have this process choose so from here on."""
         if self.deterministic and not self.only_warns:
             os.environ.setdefault(*CUBLAS)  # without it torch refuses every product on a GPU
-        if self != KernelChoice.here():
+        here = KernelChoice.here()
+        for setting, wanted, found in zip(OTHERS, self.others, here.others, strict=True):
+            if wanted != found:
+                setting.put(wanted)
+        if self != here:
             torch.set_default_dtype(self.default_dtype)
             torch.use_deterministic_algorithms(self.deterministic, warn_only=self.only_warns)
             cudnn = torch.backends.cudnn
@@ -108,6 +211,9 @@ class KernelChoice:
         found = {name: "yes" for name, differs in words.items() if differs}
         if self.default_dtype != torch.float32:
             found["default type"] = str(self.default_dtype).removeprefix("torch.")
+        for setting, value in zip(OTHERS, self.others, strict=True):
+            if setting.name and value != setting.usual and (on_gpu or not setting.is_of_gpu):
+                found[setting.name] = "yes"
         return {EXACT: STRICT, **found} if _strict else found
 
 

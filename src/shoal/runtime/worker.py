@@ -132,6 +132,7 @@ def _run(
         send(_opened(device))
     watch_compiling()
     given: Recipe = cloudpickle.loads(order.recipe)
+    order.kernels.take()  # again: what was imported just now may have set others
     ambient.watch(given)
     recipe = with_fixed_data(given, order.settings.varied)
     if given.share_data and not order.settings.varied:
