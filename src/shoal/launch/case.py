@@ -18,6 +18,7 @@ from shoal.hardware import Hardware
 from shoal.launch.cloning import begin_warm, clear
 from shoal.launch.directory import StudyDirectory
 from shoal.launch.growing import grow, of_today
+from shoal.launch.notcarried import refuse_what_stays
 from shoal.launch.onrecord import Keys, keys_to_follow, technique_to_follow, threads_to_follow
 from shoal.launch.packing import pack_recipe
 from shoal.launch.request import Asked, Request
@@ -69,7 +70,8 @@ def refuse_early(study: Asked, request: Request) -> None:
 
     Raises:
         SpecError: there is nothing to resume, two wishes exclude each other, no trials are
-            asked for that could be added, or the recipe cannot travel to a worker.
+            asked for that could be added, or the recipe or what holds beside it cannot travel
+            to a worker.
     """
     exists, orders = (study.directory / RECORD).exists(), request.orders
     if request.resume and not exists:
@@ -82,6 +84,7 @@ def refuse_early(study: Asked, request: Request) -> None:
     if request.retry_failed and (request.overwrite or request.resume is False):
         other = "overwrite=True deletes" if request.overwrite else "resume=False refuses to find"
         raise SpecError(f"{other} what retry_failed=True trains again. Choose one.")
+    refuse_what_stays()
     pack_recipe(study.recipe)
 
 

@@ -21,6 +21,7 @@ from shoal.kernelchoice import KernelChoice
 from shoal.launch.checks import doubt_of_mode
 from shoal.launch.duration import foretold_s
 from shoal.launch.following import NO_PINS, Pins, require_followed
+from shoal.launch.notcarried import refuse_what_stays
 from shoal.launch.packing import pack_recipe
 from shoal.launch.policy import generation_bytes
 from shoal.launch.request import Asked
@@ -82,9 +83,11 @@ def plan_study(
         PlanError: a trial fits in no way, or not as it was planned, what is forced cannot be
             done, a pruner has no known moments to prune at, or the trials of a population differ
             in shape.
-        SpecError, TrialError, WorkerError: no trial can be built at all.
+        SpecError, TrialError, WorkerError: no trial can be built at all, or something holds here
+            that workers would train without.
     """
     early(technique, study.recipe, hardware.devices)
+    refuse_what_stays()
     served = pack_recipe(study.recipe), settings, KernelChoice.here()
     pool.configure(hardware.devices, *served)
     hardware, idle = without_libraries(hardware, idle, pool.library_bytes())
