@@ -17,9 +17,10 @@ import ast
 import functools
 import importlib
 import importlib.util
+import operator
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,6 +111,43 @@ def cached(function: Callable[..., Any], parameters: Mapping[str, Any]) -> Calla
     """
     made: Callable[..., Any] = functools.lru_cache(**parameters)(function)
     return made
+
+
+class Change(NamedTuple):
+    """What a user's file put into another module, or into a class or dictionary there."""
+
+    module: str
+    path: str  # of that class or dictionary; empty: the module itself
+    name: str
+    value: Any
+    is_item: bool = False
+
+    @property
+    def full_name(self) -> str:
+        return ".".join(filter(None, (self.module, self.path, self.name)))
+
+    def make(self) -> Callable[[], object]:
+        """Have it so in this process; returns what puts back what was there."""
+        home: Any = importlib.import_module(self.module)
+        home = operator.attrgetter(self.path)(home) if self.path else home
+        name, known = self.name, home if self.is_item else vars(home)
+        put, drop = (dict.__setitem__, dict.pop) if self.is_item else (setattr, delattr)
+        before = functools.partial(drop, home, name)
+        if name in known:
+            before = functools.partial(put, home, name, known[name])
+        put(home, name, self.value)
+        return before
+
+
+_undoing: list[Callable[[], object]] = []  # of the changes that this process has made
+
+
+def with_changes(changes: Iterable[Change], value: Any) -> Any:
+    """``value``, which has come to a worker with them; those of what came before are put back."""
+    while _undoing:
+        _undoing.pop()()
+    _undoing.extend(change.make() for change in changes)
+    return value
 
 
 def load_study(source: str) -> LoadedStudy:

@@ -8,7 +8,8 @@ import io
 import sys
 import warnings
 from collections import ChainMap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, ClassVar
 
@@ -17,8 +18,9 @@ import cloudpickle
 from shoal.core.closures import closed_over
 from shoal.core.errors import SpecError
 from shoal.core.units import format_bytes
+from shoal.launch.replaced import find_changes
 from shoal.recipe import Recipe
-from shoal.source import MAINS, MODULE_NAME, cached
+from shoal.source import MAINS, MODULE_NAME, Change, cached, with_changes
 from shoal.spelled import names_in
 
 _WARN_BYTES = 16 * 2**20
@@ -28,13 +30,17 @@ _NO_FILE = "<dynamic-code>"  # what cloudpickle puts in the place of a file's na
 def pack_recipe(recipe: Recipe) -> bytes:
     """The recipe as bytes for a worker; only what ``__main__`` defines travels by value.
 
+    With it goes what ``__main__`` put into other modules (``replaced.py``).
+
     Raises:
         SpecError: something cannot travel; names the field and the object.
     """
     _register_source_module()
+    changes = find_changes()
     try:
-        packed = _dumps(recipe)
+        packed = _dumps(_Changed(changes, recipe))
     except Exception as error:
+        _refuse_change(changes)
         field, reason, place = _culprit(recipe, error)
         what = f"{place} is an object" if place else "It refers to an object"
         raise SpecError(
@@ -49,6 +55,27 @@ def pack_recipe(recipe: Recipe) -> bytes:
             stacklevel=2,
         )
     return packed
+
+
+@dataclass(frozen=True, slots=True)
+class _Changed:
+    """Read as the recipe alone, when the changes have been made."""
+
+    changes: tuple[Change, ...]
+    recipe: Recipe
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return with_changes, (self.changes, self.recipe)
+
+
+def _refuse_change(changes: Iterable[Change]) -> None:
+    for change in changes:
+        if (reason := _why_not(change)) is not None:
+            raise SpecError(
+                f"{change.full_name} is what your file put there, and that cannot be sent to a "
+                f"worker: {type(reason).__name__}: {reason}. Put it there inside "
+                "Recipe(model=...), which workers call."
+            ) from reason
 
 
 def _dumps(value: object) -> bytes:
@@ -74,6 +101,8 @@ class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]  # it has no typ
 
     Functions with ``lru_cache`` around them go as functions do, which cloudpickle by itself sends
     by name. Modules of a class of their own (``torch.backends.cudnn``) go by name as others do.
+    What the user's file defines goes by value, also where it wraps a library's function, has the
+    name of that one and is in its place.
     """
 
     dispatch_table: ClassVar[Any] = ChainMap(
@@ -85,6 +114,8 @@ class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]  # it has no typ
         """Asked before the table, which knows exact types only."""
         if _is_special_module(value):
             return importlib.import_module, (value.__name__,)
+        if isinstance(value, FunctionType) and value.__globals__.get("__name__") in MAINS:
+            return self._dynamic_function_reduce(value)
         return super().reducer_override(value)
 
 

@@ -50,6 +50,14 @@ def test_what_cannot_travel_is_named() -> None:
         pack_recipe(shoal.Recipe(model=len, data=len, loss=functools.partial(max, lock)))
 
 
+def test_what_a_file_put_elsewhere_and_cannot_travel_is_named(monkeypatch) -> None:
+    mine = eval("lambda x: lock", {"__name__": "__main__", "lock": threading.local()})
+    monkeypatch.setattr(torch.nn.functional, "gelu", mine)
+    words = r"torch\.nn\.functional\.gelu is what your file put there, and that cannot be sent"
+    with pytest.raises(shoal.SpecError, match=words):
+        pack_recipe(shoal.Recipe(model=len, data=len, loss=lambda output, batch: output))
+
+
 @functools.lru_cache
 def of_this_module() -> None: ...
 

@@ -1,0 +1,97 @@
+"""What a file puts into other modules holds in the workers that train its trials."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+from shoal.source import load_study
+
+FILE = """
+import functools
+import torch
+from torch import nn
+import shoal
+import registering
+from registering import KINDS, register
+
+forward = nn.Linear.forward
+nn.functional.gelu = lambda x: 2 * x
+
+@functools.wraps(forward)
+def mine(self, x):
+    return 1.5 * forward(self, x)
+
+nn.Linear.forward = mine
+registering.Kind = type("Kind", (nn.Linear,), {"__module__": __name__})
+
+@register
+class Gelu(nn.Module):
+    def forward(self, x):
+        return nn.functional.gelu(x)
+
+def model(hp):
+    return nn.Sequential(registering.make("Gelu"), nn.Linear(4, 4), registering.Kind(4, 1))
+
+def data(hp):
+    draws = torch.Generator().manual_seed(1)
+    return [(torch.rand(5, 4, generator=draws), torch.rand(5, 1, generator=draws))] * 3, None
+
+def loss(output, batch):
+    return (output - batch[1]).square().mean()
+
+recipe = shoal.Recipe(model=model, data=data, loss=loss)
+study = shoal.Study("replaced", recipe, space={"lr": 0.1}, steps=3)
+"""
+REGISTERING = """
+KINDS, Kind = {}, None
+
+def register(kind):
+    KINDS[kind.__name__] = kind
+    return kind
+
+def make(name):
+    return KINDS[name]()
+"""
+
+
+@pytest.fixture
+def written(tmp_path, monkeypatch):
+    for owner, name in ((nn.Linear, "forward"), (nn.functional, "gelu")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # and back afterwards
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "registering.py").write_text(REGISTERING)
+    (tmp_path / "study.py").write_text(FILE)
+    return tmp_path / "study.py"
+
+
+@pytest.mark.parametrize("technique", ["resident", shoal.Spilled(shards=2)], ids=str)
+def test_functions_and_classes_of_the_file_are_where_it_put_them(
+    technique, written, run_study, assert_alone, monkeypatch
+):
+    recipe = load_study(str(written)).study.recipe
+    space = shoal.grid(lr=[0.1])
+    report = run_study(recipe, space, steps=3, technique=technique)
+    assert_alone(report, report.trials, recipe, steps=3)
+    monkeypatch.undo()  # and a worker that goes on to another study has none of it
+    assert_usual(run_study, assert_alone, space)
+
+
+def assert_usual(run_study, assert_alone, space):
+    recipe = shoal.Recipe(model=usual, data=usual_data, loss=distance)
+    report = run_study(recipe, space, steps=2)
+    assert_alone(report, report.trials, recipe, steps=2)
+
+
+def usual(hp):
+    return nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 1))
+
+
+def usual_data(hp):
+    return [(torch.ones(5, 4), torch.ones(5, 1))], None
+
+
+def distance(output, batch):
+    return (output - batch[1]).square().mean()
