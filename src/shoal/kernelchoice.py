@@ -14,6 +14,7 @@ kernels before it is said that they are not.
 
 from __future__ import annotations
 
+import importlib
 import operator
 import os
 import sys
@@ -75,6 +76,30 @@ def _contract_in_order(value: bool) -> None:
     torch.backends.opt_einsum.enabled = not value
 
 
+def _inductors() -> tuple[tuple[str, Any], ...]:
+    """What differs from its defaults; nothing while nobody has imported it, which takes seconds.
+
+    ``deterministic`` is what torch's own deterministic algorithms set.
+    """
+    config: Any = sys.modules.get("torch._inductor.config")
+    if config is None:
+        return ()
+    return tuple(
+        (name, value)
+        for name, value in config.get_config_copy().items()
+        if isinstance(value, bool | int | float | str)
+        and name != "deterministic"
+        and value != config._config[name].default
+    )
+
+
+def _tell_inductor(settings: tuple[tuple[str, Any], ...]) -> None:
+    config: Any = importlib.import_module("torch._inductor.config")
+    usual = {name: config._config[name].default for name, _ in _inductors()}
+    for name, value in {**usual, **dict(settings)}.items():
+        setattr(config, name, value)
+
+
 _ANOMALY = torch.is_anomaly_enabled, torch.is_anomaly_check_nan_enabled
 
 OTHERS = (
@@ -98,6 +123,7 @@ OTHERS = (
         torch.backends.mha.get_fastpath_enabled,
         torch.backends.mha.set_fastpath_enabled,
     ),
+    Setting("settings of inductor", (), _inductors, _tell_inductor),
     Setting("einsum in order", False, _contracts_in_order, _contract_in_order),
     Setting("without cuDNN", True, *_of_torch("cudnn_enabled"), is_of_gpu=True),
     *(
