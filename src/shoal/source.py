@@ -113,6 +113,13 @@ def cached(function: Callable[..., Any], parameters: Mapping[str, Any]) -> Calla
     return made
 
 
+class Named(NamedTuple):
+    """What a module of the user's has at its top level, for a worker to import."""
+
+    module: str
+    name: str
+
+
 class Change(NamedTuple):
     """What a user's file put into another module, or into a class or dictionary there."""
 
@@ -135,7 +142,10 @@ class Change(NamedTuple):
         before = functools.partial(drop, home, name)
         if name in known:
             before = functools.partial(put, home, name, known[name])
-        put(home, name, self.value)
+        value = self.value
+        if isinstance(value, Named):
+            value = getattr(importlib.import_module(value.module), value.name)
+        put(home, name, value)
         return before
 
 

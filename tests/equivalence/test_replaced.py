@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -14,6 +16,7 @@ import functools
 import torch
 from torch import nn
 import shoal
+import patches
 import registering
 from registering import KINDS, register
 
@@ -33,7 +36,8 @@ class Gelu(nn.Module):
         return nn.functional.gelu(x)
 
 def model(hp):
-    return nn.Sequential(registering.make("Gelu"), nn.Linear(4, 4), registering.Kind(4, 1))
+    layers = registering.make("Gelu"), nn.Linear(4, 4), nn.Sigmoid(), registering.Kind(4, 1)
+    return nn.Sequential(*layers)
 
 def data(hp):
     draws = torch.Generator().manual_seed(1)
@@ -44,6 +48,18 @@ def loss(output, batch):
 
 recipe = shoal.Recipe(model=model, data=data, loss=loss)
 study = shoal.Study("replaced", recipe, space={"lr": 0.1}, steps=3)
+"""
+PATCHES = """
+import functools
+from torch import nn
+
+sigmoid = nn.Sigmoid.forward
+
+@functools.wraps(sigmoid)
+def forward(self, x):
+    return 3 * sigmoid(self, x)
+
+nn.Sigmoid.forward = forward
 """
 REGISTERING = """
 KINDS, Kind = {}, None
@@ -59,9 +75,12 @@ def make(name):
 
 @pytest.fixture
 def written(tmp_path, monkeypatch):
-    for owner, name in ((nn.Linear, "forward"), (nn.functional, "gelu")):
-        monkeypatch.setattr(owner, name, getattr(owner, name))  # and back afterwards
+    monkeypatch.delitem(sys.modules, "patches", raising=False)
+    for kind in (nn.Linear, nn.Sigmoid):
+        monkeypatch.setattr(kind, "forward", kind.forward)
+    monkeypatch.setattr(nn.functional, "gelu", nn.functional.gelu)  # and back afterwards
     monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "patches.py").write_text(PATCHES)
     (tmp_path / "registering.py").write_text(REGISTERING)
     (tmp_path / "study.py").write_text(FILE)
     return tmp_path / "study.py"

@@ -8,7 +8,7 @@ import io
 import sys
 import warnings
 from collections import ChainMap
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, ClassVar
@@ -18,7 +18,6 @@ import cloudpickle
 from shoal.core.closures import closed_over
 from shoal.core.errors import SpecError
 from shoal.core.units import format_bytes
-from shoal.launch.replaced import find_changes
 from shoal.recipe import Recipe
 from shoal.source import MAINS, MODULE_NAME, Change, cached, with_changes
 from shoal.spelled import names_in
@@ -27,18 +26,17 @@ _WARN_BYTES = 16 * 2**20
 _NO_FILE = "<dynamic-code>"  # what cloudpickle puts in the place of a file's name
 
 
-def pack_recipe(recipe: Recipe) -> bytes:
+def pack_recipe(recipe: Recipe, changes: Collection[Change] = ()) -> bytes:
     """The recipe as bytes for a worker; only what ``__main__`` defines travels by value.
 
-    With it goes what ``__main__`` put into other modules (``replaced.py``).
+    ``changes`` in other modules go with it: they are made where it is read.
 
     Raises:
         SpecError: something cannot travel; names the field and the object.
     """
     _register_source_module()
-    changes = find_changes()
     try:
-        packed = _dumps(_Changed(changes, recipe))
+        packed = _dumps(_Changed(tuple(changes), recipe))
     except Exception as error:
         _refuse_change(changes)
         field, reason, place = _culprit(recipe, error)

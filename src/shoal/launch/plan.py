@@ -24,6 +24,7 @@ from shoal.launch.following import NO_PINS, Pins, require_followed
 from shoal.launch.notcarried import refuse_what_stays
 from shoal.launch.packing import pack_recipe
 from shoal.launch.policy import generation_bytes
+from shoal.launch.replaced import find_changes
 from shoal.launch.request import Asked
 from shoal.pipeline.stops import Stops
 from shoal.planning import (
@@ -88,7 +89,8 @@ def plan_study(
     """
     early(technique, study.recipe, hardware.devices)
     refuse_what_stays()
-    served = pack_recipe(study.recipe), settings, KernelChoice.here()
+    packed = pack_recipe(study.recipe, find_changes())
+    served = packed, settings, KernelChoice.here()
     pool.configure(hardware.devices, *served)
     hardware, idle = without_libraries(hardware, idle, pool.library_bytes())
     times = _times_of(study, settings)

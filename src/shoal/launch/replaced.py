@@ -1,62 +1,95 @@
-"""What a user's file put into other modules, which a worker imports without: it goes along.
+"""What a user's files put into other modules, which a worker imports without: it goes along.
 
 ``nn.Linear.forward = mine``, ``F.gelu = lambda x: ...``, ``@library.register`` over a class of the
 file: alone a model trains with these. Looked for are functions and classes that the file itself
-defines, which go by value as the recipe's do; other values that it assigned there nobody can tell
-from what their modules have of themselves.
+defines, and in installed packages those of the user's other modules (``import patches``): no
+package imports them by itself. Other values that are assigned there nobody can tell from what
+their modules have of themselves.
 """
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator, Mapping
 from types import FunctionType, ModuleType
-from typing import Any, cast
+from typing import Any
 
-from shoal.source import MAINS, Change
+from shoal.pystate.ambient import INSTALLED, is_users
+from shoal.source import MAINS, Change, Named
 
 _LEFT_OUT = frozenset((*sys.stdlib_module_names, "shoal", "__mp_main__", *MAINS))
 
 
 def find_changes() -> tuple[Change, ...]:
     """All of them, in modules that are imported in this process."""
+    of_file = _code_of_file()
+    anywhere = of_file | _code_of_modules()
     found: list[Change] = []
-    for name, module in list(sys.modules.items()):
-        is_itself = isinstance(module, ModuleType) and vars(module).get("__name__") == name
-        if is_itself and name.partition(".")[0] not in _LEFT_OUT:
-            found += _changes_in(name, module)
+    for name, module in _modules():
+        code = anywhere if any(place in _file_of(module) for place in INSTALLED) else of_file
+        found += _changes_in(name, module, code)
     return tuple(found)
 
 
-def _changes_in(module: str, of: ModuleType) -> Iterator[Change]:
-    for name, value in list(vars(of).items()):
-        if _is_of_file(value):
-            yield Change(module, "", name, value)
-        elif _is_class(value) and vars(value).get("__module__") == module:
-            yield from _among(vars(value), module, value.__qualname__)
-        elif type(value) is dict:
-            yield from _among(value, module, name, is_item=True)
+def _modules() -> Iterator[tuple[str, ModuleType]]:
+    for name, module in list(sys.modules.items()):
+        is_itself = isinstance(module, ModuleType) and vars(module).get("__name__") == name
+        if is_itself and name.partition(".")[0] not in _LEFT_OUT:
+            yield name, module
 
 
-def _among(
-    values: Mapping[Any, Any], module: str, path: str, *, is_item: bool = False
-) -> Iterator[Change]:
-    for name, value in list(values.items()):
-        if _is_of_file(value) and type(name) is str:
-            yield Change(module, path, name, value, is_item=is_item)
+def _file_of(module: ModuleType) -> str:
+    return str(vars(module).get("__file__") or "")
 
 
-def _is_of_file(value: object) -> bool:
-    """Whether a user's file defines it; a wrapper has its ``__module__`` from what it wraps.
+def _code_of_file() -> dict[int, Any]:
+    """Functions and classes of the user's file, by ``id``.
 
     By types alone: what libraries have that is made when it is asked for is not asked.
     """
-    if type(value) in (staticmethod, classmethod):
-        value = cast(Any, value).__func__
+    kinds = {FunctionType, staticmethod, classmethod, *_metaclasses()}
+    code = [one for one in gc.get_objects() if type(one) in kinds]
+    return {id(one): one for one in code if _home_of(one) in MAINS}
+
+
+def _code_of_modules() -> dict[int, Named]:
+    """Those that stand at the top level of the user's other modules, where workers find them."""
+    return {
+        id(one): Named(module, name)
+        for module, known in _modules()
+        if _file_of(known) and is_users(known)
+        for name, one in list(vars(known).items())
+        if (type(one) is FunctionType or issubclass(type(one), type)) and _home_of(one) == module
+    }
+
+
+def _home_of(value: Any) -> str:
+    """The name of the module whose code it is; a wrapper's own ``__module__`` is another one."""
     if type(value) is FunctionType:
-        return value.__globals__.get("__name__") in MAINS
-    return _is_class(value) and vars(value).get("__module__") in MAINS
+        return str(value.__globals__.get("__name__"))
+    if isinstance(value, staticmethod | classmethod):
+        return _home_of(value.__func__) if type(value.__func__) is FunctionType else ""
+    return str(vars(value).get("__module__"))
 
 
-def _is_class(value: object) -> bool:
-    return issubclass(type(value), type)
+def _metaclasses(kind: type[type] = type) -> Iterator[type]:
+    yield kind
+    for one in type.__subclasses__(kind):
+        yield from _metaclasses(one)
+
+
+def _changes_in(module: str, of: ModuleType, code: Mapping[int, Any]) -> Iterator[Change]:
+    known = dict(vars(of))
+    yield from _among(known, code, Change(module, "", "", None))
+    for name, value in known.items():
+        if type(value) is dict:
+            yield from _among(value, code, Change(module, name, "", None, is_item=True))
+        elif issubclass(type(value), type) and vars(value).get("__module__") == module:
+            yield from _among(vars(value), code, Change(module, value.__qualname__, "", None))
+
+
+def _among(values: Mapping[Any, Any], code: Mapping[int, Any], where: Change) -> Iterator[Change]:
+    for name, key in [(name, id(one)) for name, one in values.items() if id(one) in code]:
+        if type(name) is str:
+            yield where._replace(name=name, value=code[key])

@@ -172,7 +172,7 @@ class _Before:
         self.making.put(self._notes)
         for name in sys.modules.keys() - self._modules:
             module = sys.modules[name]
-            if isinstance(module, types.ModuleType) and _is_users(module):
+            if isinstance(module, types.ModuleType) and is_users(module):
                 del sys.modules[name]
 
 
@@ -348,10 +348,10 @@ def _owners(recipe: Recipe, all_code: bool) -> Iterator[tuple[str, MutableMappin
     """What code of steps keeps values in, by how it is called."""
     met = list(code_met(map(code_of, _given(recipe))))
     kinds = {id(k): k for one in met if isinstance(one, type) for k in one.__mro__}
-    users = [kind for kind in kinds.values() if _is_users(kind)]
+    users = [kind for kind in kinds.values() if is_users(kind)]
     codes = list(_codes(recipe, users))
     if all_code:
-        functions = [f for f in met if isinstance(f, types.FunctionType) and _is_users(f)]
+        functions = [f for f in met if isinstance(f, types.FunctionType) and is_users(f)]
         codes += [(function.__code__, function.__globals__) for function in functions]
     spelled = frozenset(name for code, _ in codes for name in names_in(code))
     named: dict[int, tuple[dict[str, Any], set[str], set[str]]] = {}
@@ -360,9 +360,9 @@ def _owners(recipe: Recipe, all_code: bool) -> Iterator[tuple[str, MutableMappin
         names |= set(names_in(code)) & known.keys()
         assigned |= set(stored_in(code))
     for one in met:
-        if isinstance(one, types.ModuleType) and _is_users(one):
+        if isinstance(one, types.ModuleType) and is_users(one):
             named.setdefault(id(vars(one)), (vars(one), set(), set()))[1].update(spelled)
-        elif isinstance(one, types.FunctionType) and _is_users(one):
+        elif isinstance(one, types.FunctionType) and is_users(one):
             known = one.__globals__
             if id(known) in named:  # what a factory assigns, and steps read
                 _, names, assigned = named[id(known)]
@@ -426,7 +426,7 @@ def _named_by(function: types.FunctionType) -> list[Any]:
     """The values of globals that a function names, and what it asks of those that are modules."""
     names = set(names_in(function.__code__))
     values = [function.__globals__[n] for n in sorted(names & function.__globals__.keys())]
-    modules = [v for v in values if isinstance(v, types.ModuleType) and _is_users(v)]
+    modules = [v for v in values if isinstance(v, types.ModuleType) and is_users(v)]
     return values + [vars(m)[name] for m in modules for name in sorted(names & vars(m).keys())]
 
 
@@ -437,10 +437,10 @@ def _function(value: Any) -> types.FunctionType | None:
     elif isinstance(value, types.MethodType | staticmethod | classmethod):
         value = value.__func__
     value = inspect.unwrap(value) if isinstance(value, types.FunctionType) else value
-    return value if isinstance(value, types.FunctionType) and _is_users(value) else None
+    return value if isinstance(value, types.FunctionType) and is_users(value) else None
 
 
-def _is_users(code: Any) -> bool:
+def is_users(code: Any) -> bool:
     """Whether a function, class or module is in the user's files: no package's, nor shoal's."""
     if is_library(code):
         return False

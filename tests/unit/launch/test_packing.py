@@ -16,6 +16,7 @@ import torch
 import shoal
 from shoal.launch import packing
 from shoal.launch.packing import pack_recipe
+from shoal.launch.replaced import find_changes
 from shoal.source import load_study
 
 
@@ -54,8 +55,9 @@ def test_what_a_file_put_elsewhere_and_cannot_travel_is_named(monkeypatch) -> No
     mine = eval("lambda x: lock", {"__name__": "__main__", "lock": threading.local()})
     monkeypatch.setattr(torch.nn.functional, "gelu", mine)
     words = r"torch\.nn\.functional\.gelu is what your file put there, and that cannot be sent"
+    recipe = shoal.Recipe(model=len, data=len, loss=lambda output, batch: output)
     with pytest.raises(shoal.SpecError, match=words):
-        pack_recipe(shoal.Recipe(model=len, data=len, loss=lambda output, batch: output))
+        pack_recipe(recipe, find_changes())
 
 
 @functools.lru_cache
