@@ -14,6 +14,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any, ClassVar
 
 import cloudpickle
+from torch._library.custom_ops import CustomOpDef
 
 from shoal.core.closures import closed_over
 from shoal.core.errors import SpecError
@@ -114,7 +115,21 @@ class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]  # it has no typ
             return importlib.import_module, (value.__name__,)
         if isinstance(value, FunctionType) and value.__globals__.get("__name__") in MAINS:
             return self._dynamic_function_reduce(value)
+        if isinstance(value, CustomOpDef):
+            return _where_defined(value)
         return super().reducer_override(value)
+
+
+def _where_defined(operator: CustomOpDef) -> tuple[Any, ...]:
+    """An operator as what a module has: torch knows it by the module's import."""
+    module, name = operator._init_fn.__module__, operator._init_fn.__name__
+    known = sys.modules.get(module)
+    if module in MAINS or getattr(known, name, None) is not operator:
+        raise TypeError(
+            f"the operator {operator._qualname} is not at the top level of a module that workers "
+            "import; define it in one beside your file, and import that"
+        )
+    return getattr, (known, name)
 
 
 def _is_special_module(value: object) -> bool:

@@ -60,6 +60,18 @@ def test_what_a_file_put_elsewhere_and_cannot_travel_is_named(monkeypatch) -> No
         pack_recipe(recipe, find_changes())
 
 
+@torch.library.custom_op("shoal_tests::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+def test_an_operator_travels_by_the_name_that_its_module_has_for_it(monkeypatch) -> None:
+    assert cloudpickle.loads(packing._dumps(twice))(torch.ones(1)) == 2
+    monkeypatch.setattr(twice._init_fn, "__module__", "__main__")
+    with pytest.raises(TypeError, match="the operator shoal_tests::twice is not at the top level"):
+        packing._dumps(twice)
+
+
 @functools.lru_cache
 def of_this_module() -> None: ...
 
