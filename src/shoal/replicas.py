@@ -136,7 +136,7 @@ def clip_by_shards(limit: float, norms: Tensor, grads: Sequence[Tensor]) -> None
         grads: The gradients, or shards of them, in the order of the norms.
     """
     whole = [torch.linalg.vector_norm(norms[:, index]) for index in range(norms.shape[1])]
-    factor = clip_factor(limit, whole)
+    factor = clip_factor(limit, whole, [grad.dtype for grad in grads])
     if factor is not None:
         for grad in grads:
             grad.mul_(factor.to(grad.dtype))

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from shoal.core.errors import SpecError
 from shoal.kernelstep import is_one_kernel, step_by_kernel
@@ -126,14 +127,20 @@ class _Subsets:
         return part
 
 
-def clip_factor(limit: float, norms: Sequence[Tensor]) -> Tensor | None:
-    """The factor of torch's clip_grad_norm_, of per-parameter norms in ``parameters()`` order."""
-    by_type: dict[torch.dtype, list[Tensor]] = {}
-    for norm in norms:
-        by_type.setdefault(norm.dtype, []).append(norm)
-    ordered = [norm for group in by_type.values() for norm in group]
-    if not ordered:
+def clip_factor(
+    limit: float, norms: Sequence[Tensor], dtypes: Sequence[torch.dtype]
+) -> Tensor | None:
+    """The factor of torch's clip_grad_norm_, of per-parameter norms in ``parameters()`` order.
+
+    ``dtypes`` are those of the gradients: torch adds up by type, in an order of a hash table.
+    """
+    if not norms:
         return None
+    like: list[Tensor | None] = [
+        norm.new_empty(0, dtype=dtype) for norm, dtype in zip(norms, dtypes, strict=True)
+    ]
+    groups = _group_tensors_by_device_and_dtype([like], with_indices=True)
+    ordered = [norms[index] for _, indices in groups.values() for index in indices]
     total = torch.linalg.vector_norm(torch.stack(ordered), 2.0)
     return torch.clamp(limit / (total + 1e-6), max=1.0)
 

@@ -397,9 +397,9 @@ class StageCompute:
         """The clipping factor, from the norms of all stages in the order of the model."""
         step, limit = action.version, clip_limit(self._chain.recipe)
         norms = self._norms.pop(step, {}) | self._weights.norms(step)
-        names = [name for name, _ in self._chain.model.named_parameters() if name in norms]
-        found = [norms[name] for name in names]
-        self._factors[step] = None if limit is None else clip_factor(limit, found)
+        own = {n: p for n, p in self._chain.model.named_parameters() if n in norms}
+        found, dtypes = [norms[name] for name in own], [p.dtype for p in own.values()]
+        self._factors[step] = None if limit is None else clip_factor(limit, found, dtypes)
 
     def _step(self, action: Action) -> None:
         step = action.version

@@ -181,7 +181,8 @@ class Compute:
     def clip_factor(self, norms: Mapping[str, Tensor]) -> Tensor | None:
         """Of the norms of the gradients there are, by name in parameter order; None for none."""
         (limit,) = self.limits()
-        return None if limit is None else clip_factor(limit, list(norms.values()))
+        dtypes = [self._session.binding.dtypes[name] for name in norms]
+        return None if limit is None else clip_factor(limit, list(norms.values()), dtypes)
 
     def _step(self, task: Task, action: Action) -> None:
         shard, binding = action.shard, self._session.binding

@@ -357,9 +357,10 @@ class ArrayCompute(Compute):
         shared = [norm for name, norm in norms.items() if name not in lacking(None)]
         factor = clip_stacked_factor(shared or [*norms.values()], limits)
         for slot in self._session.apart:
-            own = [norm[slot] for name, norm in norms.items() if name not in lacking(slot)]
+            own = {n: norm[slot] for n, norm in norms.items() if n not in lacking(slot)}
+            dtypes = [self._session.binding.dtypes[name] for name in own]
             limit = limits[slot]
-            mine = None if limit is None else clip_factor(limit, own)
+            mine = None if limit is None else clip_factor(limit, list(own.values()), dtypes)
             if mine is not None:
                 factor[slot] = mine
         return factor
