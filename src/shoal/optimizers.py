@@ -83,4 +83,5 @@ def _default_optimizer(parameters: list[nn.Parameter], hp: HP) -> torch.optim.Op
                 "there is no Recipe(optimizer=...), takes a number. Give numbers in the space, or "
                 "make the optimizer with Recipe(optimizer=...)."
             )
-    return torch.optim.AdamW(parameters, **rates, fused=True)  # type: ignore[arg-type]
+    fused = not any(parameter.is_complex() for parameter in parameters)  # torch has none of those
+    return torch.optim.AdamW(parameters, **rates, fused=fused)  # type: ignore[arg-type]
