@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from shoal.alone import PlainResult, PlainSource, backward_group, evaluate, optimizer_state
@@ -218,7 +219,8 @@ def _describe(expected: Tensor, found: Tensor) -> str:
             f"{found.dtype} {tuple(found.shape)} found"
         )
     # As float64 a NaN, or a zero's sign, may hide a difference; then only the count speaks.
-    one, other = expected.detach().cpu().double(), found.detach().cpu().double()
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    one, other = expected.detach().cpu().to(wide), found.detach().cpu().to(wide)
     count = int((one != other).sum())
     largest = float((one - other).abs().max())
     return f"{count} of {expected.numel()} elements differ, the largest by {largest:.3g}"

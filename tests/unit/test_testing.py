@@ -412,6 +412,13 @@ class FakeTrial:
         return self.state
 
 
+def test_a_complex_difference_is_told_with_its_imaginary_part():
+    model = nn.ParameterList([torch.zeros(2, dtype=torch.cfloat)])
+    plain = dataclasses.replace(plain_tied(), model=model)
+    found = compare(plain, plain.state() | {"model": {"0": torch.tensor([0j, 2j])}})
+    assert "1 of 2 elements differ, the largest by 2" in found.first_difference
+
+
 def test_a_trials_losses_and_validation_metrics_are_compared_too():
     plain = plain_loop(make_recipe(), HP, 0, steps=3, eval_every=2)
     history, state = list(plain.history), plain.state()
