@@ -123,8 +123,9 @@ def slice_of(tensor: Tensor, width: int, rank: int) -> Tensor:
 
 def shard_norms(grads: Sequence[Tensor]) -> Tensor:
     """The norms of a replica's shards of gradients, in one type."""
-    wide = any(grad.dtype == torch.float64 for grad in grads)
-    norms = [torch.linalg.vector_norm(g.float() if not wide else g.double()) for g in grads]
+    real = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in grads]
+    wide = any(grad.dtype == torch.float64 for grad in real)
+    norms = [torch.linalg.vector_norm(g.float() if not wide else g.double()) for g in real]
     return torch.stack(norms) if norms else torch.zeros(0)
 
 

@@ -9,6 +9,7 @@ from torch import nn
 import shoal
 from shoal.core.technique import Pipelined
 from shoal.recipe import Recipe
+from shoal.replicas import shard_norms
 from shoal.subsets import clip_factor
 
 WIDTH = 16
@@ -61,3 +62,8 @@ def test_the_factor_is_torchs_own(other):
         total = nn.utils.get_total_norm(grads)
         expected = torch.clamp(0.5 / (total + 1e-6), max=1.0)
         assert torch.equal(clip_factor(0.5, norms, [g.dtype for g in grads]), expected)
+
+
+def test_the_norm_of_a_replicas_shard_has_the_imaginary_part():
+    grads = [torch.tensor([3.0, 4.0j]), torch.tensor([2.0])]
+    assert shard_norms(grads).tolist() == [5.0, 2.0]
