@@ -136,11 +136,13 @@ def clip_factor(
     """
     if not norms:
         return None
-    like: list[Tensor | None] = [
-        norm.new_empty(0, dtype=dtype) for norm, dtype in zip(norms, dtypes, strict=True)
-    ]
-    groups = _group_tensors_by_device_and_dtype([like], with_indices=True)
-    ordered = [norms[index] for _, indices in groups.values() for index in indices]
+    ordered = list(norms)
+    if len(set(dtypes)) > 1:
+        like: list[Tensor | None] = [
+            norm.new_empty(0, dtype=dtype) for norm, dtype in zip(norms, dtypes, strict=True)
+        ]
+        groups = _group_tensors_by_device_and_dtype([like], with_indices=True)
+        ordered = [norms[index] for _, indices in groups.values() for index in indices]
     total = torch.linalg.vector_norm(torch.stack(ordered), 2.0)
     return torch.clamp(limit / (total + 1e-6), max=1.0)
 
