@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -582,6 +583,24 @@ def test_the_exit_code_says_whether_any_bit_differs(
     assert "the same bits as training alone" in out
     assert different == ExitCode.TRIALS_FAILED
     assert "DIFFERENT  trial 2" in capsys.readouterr().out
+
+
+def test_a_trial_that_differs_from_itself_alone_is_told_so(recorded: _Study) -> None:
+    place = recorded.place
+    unsteady = replace(RECIPE, loss=lambda output, batch: output.sum() * time.perf_counter())
+    rows = [row for row in Snapshot.of(read_events(place)).trials if row.number == 2]
+
+    (other,) = verify.verify_trials(place, rows, recipe=replace(RECIPE, loss=_twice))
+    (random,) = verify.verify_trials(place, rows, recipe=unsteady)
+
+    assert other.first_difference
+    assert not any("once more" in note for note in other.notes)
+    assert random.first_difference
+    assert "trained alone once more" in random.notes[-1]
+
+
+def _twice(output: Tensor, batch: Any) -> Tensor:
+    return 2 * _loss(output, batch)
 
 
 def test_the_exit_code_says_that_a_trial_could_not_be_trained(

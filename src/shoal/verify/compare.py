@@ -36,6 +36,10 @@ from shoal.verify.best import as_of, best_of, keeps_best, step_of
 from shoal.verify.choose import skip_reason, warm_clones, with_two_recipes, without_state
 from shoal.verify.record import Curve, read_curve, recorded_recipe
 
+UNSTEADY = (
+    "trained alone once more it ended on other bits again, so something in it gives another "
+    "result each time (a kernel, a clock, a random generator without a seed), in any loop"
+)
 STATE: tuple[str, ...] = ("weights", "optimizer state", "schedule", "random numbers")
 
 
@@ -149,7 +153,7 @@ class _Case:
         try:
             plain = self._train()
             verdict = self._judge(plain, state, time.monotonic() - started, notes)
-            return self._with_best(verdict)
+            return self._explained(self._with_best(verdict), plain)
         except SpecError:  # of another study's recipe
             raise
         except Exception as error:
@@ -175,6 +179,16 @@ class _Case:
         tensors = len(state["model"]) if _has_weights_only(state) else found.tensors
         verdict = replace(verdict, best_step=step, best_tensors=tensors, plain_s=took)
         return _with_difference(verdict, step, found.first_difference)
+
+    def _explained(self, verdict: TrialVerdict, plain: PlainResult) -> TrialVerdict:
+        """With a note where training alone differs from training alone: then all of it may."""
+        if not verdict.first_difference:
+            return verdict
+        again = self._train()
+        found = compare(plain, again.state(), losses=again.losses)
+        if found.equal:
+            return verdict
+        return replace(verdict, notes=(*verdict.notes, f"{UNSTEADY}: {found.first_difference}"))
 
     def _train(self, until: int | None = None) -> PlainResult:
         """All of it again; or no more than ``until`` a step, after which it was evaluated."""
