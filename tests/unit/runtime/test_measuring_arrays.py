@@ -375,6 +375,27 @@ def test_trials_after_the_first_few_are_compared_where_that_takes_no_time(second
     assert ("seen" in found.declined) == (seconds > 0)
 
 
+def test_one_that_could_not_go_on_with_fresh_ones_is_said_to_change_as_it_trains():
+    def step(model, batch, optimizer, hp):
+        model[0].pool.images.append(len(batch[0]))
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(batch[0]), batch[1])
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    def built(hp):
+        model = build(hp)
+        model[0].pool = SimpleNamespace(images=[])
+        return model
+
+    own = Recipe(model=built, data=data, step=step, optimizer=adam, evaluate=lambda *_: 0.0)
+    here = ArrayBench(own, open_device(make_device()), TRIALS, Captures(own, CPU))
+    found = here.build(MeasureArray(TRIALS, WIDTH, "eager"))
+    assert found.declined.startswith("a trial that has trained could not join one that begins: ")
+    assert found.declined.endswith("Keep in buffers of the model what its training changes.")
+
+
 # -- batches that vary in length ----------------------------------------------------------
 
 

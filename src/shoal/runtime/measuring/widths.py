@@ -81,6 +81,7 @@ TRIED = 4  # trials that are compared, one step as an array with one step of eac
 COMPARED_S = 1.0  # and the others of an array too, where that takes no longer
 LONE_ROUNDS = 5  # of a trial alone that has no room beside the array
 MOST_RAISING = 3  # times that batches are passed over of which a trial's code raises
+CHANGES = " Keep in buffers of the model what its training changes."
 LONG_S = 0.5  # a contender with longer slices is timed in one round
 
 
@@ -421,7 +422,11 @@ class ArrayBench:
         steps += REPEATS if array.backend.steps is not None else 0
         began = time.perf_counter()
         member = array.retire(0)
-        array.refill(0, member)
+        try:
+            array.refill(0, member)
+        except Declined as error:
+            words = f"a trial that has trained could not join one that begins: {error}{CHANGES}"
+            raise Declined(words) from error
         for _ in range(steps):
             work()
         finish(self._where)
