@@ -10,7 +10,7 @@ from torch import nn
 
 from shoal.core.errors import SpecError
 from shoal.recipe import HP, Recipe
-from shoal.several import Models, as_one_optimizer, held_by_several
+from shoal.several import Models, as_one_optimizer, held_by_several, members_of
 
 
 def build_optimizer(
@@ -25,6 +25,8 @@ def build_optimizer(
     if recipe.optimizer is None:
         return _default_optimizer([parameter for _, parameter in named], hp)
     optimizer = as_one_optimizer(_made_optimizer(recipe.optimizer, named, hp))
+    for member in members_of(optimizer):
+        _finish(member)
     twice = () if recipe.step is not None else held_by_several(optimizer, dict(named))
     if twice:
         raise SpecError(
@@ -49,6 +51,15 @@ def _made_optimizer(
             f"hyperparameters {dict(hp)}, in this order."
         )
         raise
+
+
+def _finish(optimizer: torch.optim.Optimizer) -> None:
+    """Give one whose ``__init__`` did not call torch's what torch needs of each.
+
+    A copy of any optimizer has torch wrap ``step`` of its class, and that asks for hooks.
+    """
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks") and hasattr(optimizer, "defaults"):
+        torch.optim.Optimizer.__setstate__(optimizer, {})
 
 
 def build_optimizer_of(recipe: Recipe, model: nn.Module, hp: HP) -> torch.optim.Optimizer:

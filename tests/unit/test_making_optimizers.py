@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -26,6 +28,25 @@ def test_where_there_is_no_lr_it_is_told_who_reads_it():
         "where there is no Recipe(optimizer=...). Add lr to the study's space, or give "
         "Recipe(optimizer=...), a function (named_parameters, hp) -> Optimizer."
     )
+
+
+class Around(torch.optim.Optimizer):
+    """As Lookaheads are written: around another optimizer, without torch's ``__init__``."""
+
+    def __init__(self, inner):
+        self.inner, self.defaults = inner, inner.defaults
+        self.param_groups, self.state = inner.param_groups, inner.state
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+def test_an_optimizer_without_torchs_init_steps_after_another_one_was_copied():
+    def around(named, hp):
+        return Around(torch.optim.SGD([p for _, p in named], lr=hp["lr"]))
+
+    copy.deepcopy(made({"lr": 0.1}, optimizer=around))
+    made({"lr": 0.1}, optimizer=around).step()
 
 
 def swapped(hp, named):
