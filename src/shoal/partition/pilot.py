@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.core.errors import ShoalError
+from shoal.frames import user_line
 from shoal.partition.build import build_chain, clone_batch, configs_with_cache
 from shoal.partition.chain import Chain
 from shoal.partition.discover import NotCuttable
@@ -109,6 +110,10 @@ def _compare(chain: Chain, batch: Batch, plain: _Outcome) -> tuple[str, ...]:
     except ShoalError as error:
         words = str(error).removesuffix(".")
         raise NotCuttable(f"the pilot of the sharded run failed: {words}") from error
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:  # whole, the model has done this step
+        raise NotCuttable(_raises_when_cut(error)) from error
     for first, second in pairs[1:]:
         _require_equal(chain, first, second)
     if chain.record.recomputes:
@@ -133,6 +138,15 @@ def _compare(chain: Chain, batch: Batch, plain: _Outcome) -> tuple[str, ...]:
         f"two plain runs of this model differ by up to {noise[worst]:.1e} in {worst}; the sharded "
         "run differs from them no more than that",
     )
+
+
+def _raises_when_cut(error: Exception) -> str:
+    line = user_line(error)
+    words = f"cut, its code raises{f' at {line}' if line else ''} what it does not raise whole: "
+    words += f"{type(error).__name__}: {str(error).removesuffix('.')}"
+    if "differentiated Tensor" in str(error):
+        words += "; a derivative by what an earlier layer had needs all layers between at once"
+    return words
 
 
 def _require_equal(chain: Chain, plain: _Outcome, sharded: _Outcome) -> None:

@@ -409,3 +409,31 @@ def test_a_model_with_sparse_gradients_is_named_and_not_cut(make_recipe):
     assert "the gradient of '0.weight' is sparse, and what is cut" in report.notes[0]
     assert "sparse=False" in report.notes[0]
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class Field(nn.Module):
+    """Gives its coordinates back beside what it makes of them, for derivatives by them."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 1))
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        return self.net(x), x
+
+
+def test_a_loss_with_derivatives_by_the_input_is_a_reason_and_no_failure(make_recipe):
+    def loss(output, batch):
+        if not torch.is_grad_enabled():  # validation
+            return output[0].mean()
+        slope = torch.autograd.grad(output[0].sum(), output[1], create_graph=True)[0]
+        return slope.square().mean()
+
+    model, batch = Field(), (torch.randn(4, 2), torch.zeros(4))
+
+    report = pilot(model, make_recipe(model, loss), batch, CPU)
+
+    assert report.chain is None
+    assert "cut, its code raises at tests" in report.notes[0]
+    assert report.notes[0].endswith("needs all layers between at once.")
