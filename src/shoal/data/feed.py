@@ -155,6 +155,12 @@ class Feed:
                 "that yields at least one batch each time it is read, or None for validation."
             )
         if self.num_batches is not None and self.batch != self.num_batches:
+            if self.epoch:
+                raise TrialError(
+                    f"the {self._what} data said len() = {self.num_batches} batches before its "
+                    f"first epoch and yielded {self.batch} in epoch {self.epoch + 1}. Where "
+                    "epochs differ in length (a curriculum), leave __len__ out, a sampler's too."
+                )
             raise TrialError(
                 f"the {self._what} data says len() = {self.num_batches} batches but yielded "
                 f"{self.batch}. Correct its __len__, or leave it out."

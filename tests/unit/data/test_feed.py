@@ -102,6 +102,19 @@ def test_a_source_that_has_no_memory_is_named():
         feed.next()
 
 
+def test_a_later_epoch_of_another_length_is_told_what_to_leave_out():
+    class Grows(list):
+        def __iter__(self):
+            self.append(0)
+            return iter(list.copy(self)[1:])
+
+    feed = Feed(Grows([0, 0]), CPU)
+    first = [feed.next() for _ in range(3)]
+    with pytest.raises(TrialError, match=r"said len\(\) = 2 batches before its first epoch and y"):
+        [feed.next() for _ in range(4)]
+    assert first == [0, 0, None]
+
+
 @pytest.mark.parametrize("length", [1, 3])
 def test_data_of_another_length_than_it_says_is_refused(length):
     feed = Feed(Source([1, 2], length), CPU)
