@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from shoal.core.errors import SpecError
+from shoal.core.units import counted
 from shoal.kernelstep import is_one_kernel, step_by_kernel
 from shoal.several import members_of
 
@@ -153,9 +154,9 @@ def _group_names(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> 
         unknown = [p for p in group["params"] if id(p) not in names]
         if unknown:
             raise SpecError(
-                f"the optimizer holds {len(unknown)} tensors that are no parameters of the model, "
-                f"the first of shape {tuple(unknown[0].shape)}. Build it from the named "
-                "parameters it is given."
+                f"the optimizer holds {counted(len(unknown), 'tensor')} not among the model's "
+                f"parameters, the first of shape {tuple(unknown[0].shape)}. Build it from the "
+                "named parameters it is given; what a loss trains is to be a part of the model."
             )
         grouped.append([names[id(parameter)] for parameter in group["params"]])
     return grouped
