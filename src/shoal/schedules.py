@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_leaves
 
 from shoal.core.errors import SpecError, TrialError
@@ -122,7 +123,7 @@ class Schedules:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """What ``state_dict`` gave."""
         for name, member in self.members.items():
-            member.load_state_dict(state[name])
+            _load(member, state[name])
 
 
 class EachEpoch(Schedules):
@@ -329,7 +330,7 @@ def give_state(schedule: Any, state: Mapping[str, Any] | None, was: str = "") ->
             f"returns {kind} now, which has no place in what another one counts by. {_ADVICE}"
         )
     try:
-        schedule.load_state_dict(state)
+        _load(schedule, state)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise TrialError(
             f"what was saved of this trial's schedule ({', '.join(map(repr, state))}) is not "
@@ -353,6 +354,7 @@ def kept_of_model(schedule: Any, model: nn.Module) -> frozenset[str]:
 
 
 _INSIDE = "_schedulers"  # where torch's schedules have those that they are made of
+_WITHIN = "of the schedule in it"  # in place of one that is an attribute, around its state
 
 
 def _of_model(model: nn.Module) -> frozenset[int]:
@@ -361,13 +363,33 @@ def _of_model(model: nn.Module) -> frozenset[int]:
 
 def _without(state: Mapping[str, Any], known: frozenset[int]) -> dict[str, Any]:
     """A state dict without the values that something known is in; in its members' states too."""
-    kept = {}
+    kept: dict[str, Any] = {}
     for key, value in state.items():
         if key == _INSIDE and all(isinstance(one, dict) for one in value):
             kept[key] = [_without(one, known) for one in value]
+        elif isinstance(value, LRScheduler):  # what a warm-up goes on with
+            kept[key] = {_WITHIN: _without(value.state_dict(), known)}
         elif key == "lr_lambdas" or known.isdisjoint(map(id, (value, *tree_leaves(value)))):
             kept[key] = value
     return kept
+
+
+def _load(schedule: Any, state: Mapping[str, Any]) -> None:
+    """Have it go on from a state of ``_without``."""
+    schedule.load_state_dict(state if isinstance(schedule, Schedules) else _own(schedule, state))
+
+
+def _own(schedule: Any, state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state in its own terms; schedules in its attributes go on from theirs on the way."""
+    made = dict(state)
+    for key, value in state.items():
+        if isinstance(value, dict) and value.keys() == {_WITHIN}:
+            made[key] = getattr(schedule, key)
+            _load(made[key], value[_WITHIN])
+        elif key == _INSIDE and all(isinstance(one, dict) for one in value):
+            members = zip(getattr(schedule, key, value), value, strict=False)
+            made[key] = [_own(member, one) for member, one in members]
+    return made
 
 
 def catch_up(schedule: Any, steps: int) -> None:
