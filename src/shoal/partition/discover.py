@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from shoal.core.errors import PlanError
@@ -138,6 +139,11 @@ def _members(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for key, child in module._modules.items():
         if child is None:
             continue
+        if isinstance(child, torch.jit.ScriptModule):
+            raise NotCuttable(
+                f"{prefix + key!r} is compiled by torch.jit, which hides its code; give the "
+                "module itself"
+            )
         if type(child).forward is nn.Module.forward and not is_compiled(child):
             yield from _members(f"{prefix}{key}.", child)
         else:

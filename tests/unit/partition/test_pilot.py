@@ -437,3 +437,14 @@ def test_a_loss_with_derivatives_by_the_input_is_a_reason_and_no_failure(make_re
     assert report.chain is None
     assert "cut, its code raises at tests" in report.notes[0]
     assert report.notes[0].endswith("needs all layers between at once.")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_blocks_that_torch_jit_compiled_are_a_reason_and_no_failure(make_recipe):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    model[1] = torch.jit.script(model[1])
+
+    report = pilot(model, make_recipe(model, F.mse_loss), torch.zeros(2, 2), CPU)
+
+    assert report.chain is None
+    assert "'1' is compiled by torch.jit, which hides its code" in report.notes[0]
