@@ -139,3 +139,37 @@ def test_such_a_trial_trains_whole_and_the_plan_says_why(does, run_study, assert
     assert_alone(report, report.trials, recipe, steps=4)
     with pytest.raises(shoal.PlanError, match=r"a forward changes the attribute '0\."):
         run_study(recipe, shoal.grid(lr=[1e-2]), technique=shoal.Spilled(shards=2), **options)
+
+
+class Reverses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, scale):
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return -ctx.scale * gradient, None
+
+
+class Adversary(nn.Module):
+    """As domain-adversarial models have it: a count that only gradients depend on."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last, self.calls = nn.Linear(2, 2), nn.Linear(2, 1), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.last(Reverses.apply(self.first(x), self.calls / 10))
+
+
+def test_a_count_that_only_gradients_depend_on_matters():
+    recipe = shoal.Recipe(
+        model=lambda hp: Adversary(), data=lambda hp: ([], None), loss=lambda o, b: o.sum()
+    )
+    trial = TrialSpec(number=0, hp={}, seed=0)
+
+    why = why_changes_matter(recipe, trial, torch.ones(3, 2), {"the attribute 'calls'"})
+
+    assert "forwards after it compute something else" in why

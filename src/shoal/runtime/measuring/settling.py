@@ -9,6 +9,7 @@ nobody, or the same whenever it is made, as a mask of some length; so it is trie
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -106,12 +107,15 @@ def _another(batch: Batch) -> Batch:
 
 
 def _outcome(model: nn.Module, recipe: Recipe, batch: Batch) -> tuple[list[Tensor], RngState]:
-    """What a training forward makes, and where it leaves random numbers."""
+    """What a training forward and its backward make, and where they leave random numbers."""
     seed_all(1)
-    with torch.no_grad(), autocast(recipe, CPU):
+    model.zero_grad()
+    with torch.enable_grad(), autocast(recipe, CPU):
         batch = clone_batch(batch)
         loss, output = loss_and_output(recipe, model, batch)
-    leaves: list[Any] = [loss, *tree_leaves(output)]
+    with suppress(RuntimeError):  # through a graph of another batch: then forwards are compared
+        loss.backward()  # a gradient may be all that a count is for, as one that is reversed
+    leaves: list[Any] = [loss, *tree_leaves(output), *(p.grad for p in model.parameters())]
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)], capture_rng()
 
 
