@@ -133,10 +133,16 @@ class Change(NamedTuple):
     def full_name(self) -> str:
         return ".".join(filter(None, (self.module, self.path, self.name)))
 
-    def make(self) -> Callable[[], object]:
-        """Have it so in this process; returns what puts back what was there."""
-        home: Any = importlib.import_module(self.module)
-        home = operator.attrgetter(self.path)(home) if self.path else home
+    def make(self) -> Callable[[], object] | None:
+        """Have it so in this process; returns what puts back what was there.
+
+        None: the module is not to be had here, so no recipe that comes here has it either.
+        """
+        try:
+            home: Any = importlib.import_module(self.module)
+            home = operator.attrgetter(self.path)(home) if self.path else home
+        except Exception:  # whatever its own code raises; a recipe's import raises it again
+            return None
         name, known = self.name, home if self.is_item else vars(home)
         put, drop = (dict.__setitem__, dict.pop) if self.is_item else (setattr, delattr)
         before = functools.partial(drop, home, name)
@@ -156,7 +162,7 @@ def with_changes(changes: Iterable[Change], value: Any) -> Any:
     """``value``, which has come to a worker with them; those of what came before are put back."""
     while _undoing:
         _undoing.pop()()
-    _undoing.extend(change.make() for change in changes)
+    _undoing.extend(undo for change in changes if (undo := change.make()) is not None)
     return value
 
 

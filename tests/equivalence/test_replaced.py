@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.source import load_study
+from shoal.source import Change, load_study, with_changes
 
 FILE = """
 import functools
@@ -75,7 +75,6 @@ def make(name):
 
 @pytest.fixture
 def written(tmp_path, monkeypatch):
-    monkeypatch.delitem(sys.modules, "patches", raising=False)
     for kind in (nn.Linear, nn.Sigmoid):
         monkeypatch.setattr(kind, "forward", kind.forward)
     monkeypatch.setattr(nn.functional, "gelu", nn.functional.gelu)  # and back afterwards
@@ -83,7 +82,9 @@ def written(tmp_path, monkeypatch):
     (tmp_path / "patches.py").write_text(PATCHES)
     (tmp_path / "registering.py").write_text(REGISTERING)
     (tmp_path / "study.py").write_text(FILE)
-    return tmp_path / "study.py"
+    yield tmp_path / "study.py"
+    for name in ("patches", "registering"):  # a test that follows has others
+        sys.modules.pop(name, None)
 
 
 @pytest.mark.parametrize("technique", ["resident", shoal.Spilled(shards=2)], ids=str)
@@ -96,6 +97,12 @@ def test_functions_and_classes_of_the_file_are_where_it_put_them(
     assert_alone(report, report.trials, recipe, steps=3)
     monkeypatch.undo()  # and a worker that goes on to another study has none of it
     assert_usual(run_study, assert_alone, space)
+
+
+def test_a_module_that_this_process_alone_has_keeps_no_worker_from_its_work():
+    """One that was made here, or found in a place that is gone: no recipe can have it there."""
+    changes = (Change("only_here", "", "one", 1), Change("torch.nn", "Nothing", "one", 1))
+    assert with_changes(changes, "a recipe") == "a recipe"
 
 
 def assert_usual(run_study, assert_alone, space):
