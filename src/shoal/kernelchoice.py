@@ -2,9 +2,8 @@
 
 [Note: which kernels]
 What a user set in their own process (``torch.set_default_dtype``, which chooses kernels by their
-type, ``torch.use_deterministic_algorithms``,
-``torch.backends.cudnn.deterministic``, ``torch.set_float32_matmul_precision``, and what ``OTHERS``
-lists) holds for what they
+type, ``torch.use_deterministic_algorithms``, ``torch.backends.cudnn.deterministic``,
+``torch.set_float32_matmul_precision``, and what ``OTHERS`` lists) holds for what they
 train there alone. So workers are told of it, and train with the same kernels. Some of a GPU's add
 up in whatever order their threads come by: two runs of one pass differ then in the last bits,
 by torch's defaults in most convolutions, and in attention over long sequences. Where two passes
@@ -239,7 +238,8 @@ class KernelChoice:
             found["default type"] = str(self.default_dtype).removeprefix("torch.")
         for setting, value in zip(OTHERS, self.others, strict=True):
             if setting.name and value != setting.usual and (on_gpu or not setting.is_of_gpu):
-                found[setting.name] = "yes"
+                pairs = value if isinstance(value, tuple) else ()
+                found[setting.name] = ", ".join(f"{n}={v}" for n, v in pairs) or "yes"
         return {EXACT: STRICT, **found} if _strict else found
 
 

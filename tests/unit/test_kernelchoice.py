@@ -1,5 +1,6 @@
 """Which kernels torch takes: workers take those of the study's process."""
 
+import dataclasses
 import operator
 import os
 
@@ -70,6 +71,14 @@ def test_precisions_of_single_backends_are_taken_too(path, restored):
     there.take()
     assert KernelChoice.here() == there
     backend.fp32_precision = before
+
+
+def test_inductors_settings_are_told_one_by_one():
+    """Two that differ are not the same, though neither is the default."""
+    name, pairs = "settings of inductor", (("fallback_random", True), ("layout_opt", "0"))
+    others = tuple(pairs if one.name == name else one.usual for one in OTHERS)
+    told = dataclasses.replace(KernelChoice.here(), others=others).told(on_gpu=True)
+    assert told[name] == "fallback_random=True, layout_opt=0"
 
 
 def test_only_deterministic_kernels_inside_and_told_apart_from_warnings(restored, monkeypatch):
