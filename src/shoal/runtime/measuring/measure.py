@@ -560,9 +560,10 @@ class Measurer:
                     there=there,
                 )
             )
-            with repeatable(self._here):
-                here, batch = self._chain.on(self._here), self._built.batch
-                beside = reads_beside(here, batch, cuts) if order.apart else None
+            beside = None
+            if order.apart:
+                with repeatable(self._here):
+                    beside = reads_beside(self._chain.on(self._here), self._built.batch, cuts)
         whole = self._whole.shards[0]
         bounds = [0, *cuts, self._chain.num_layers]
         layout = layout_of(bounds, self._chain, self._built.model, self._states)
