@@ -8,6 +8,7 @@ import itertools
 import linecache
 import os
 import sys
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -53,12 +54,27 @@ hypothesis.settings.load_profile("untimed")
 # -- which cases run --------------------------------------------------------------------------
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--part", metavar="K/N", type=part_of, help="the K-th of N parts of the cases marked full"
+    )
+
+
+def part_of(text):
+    """Whether a test is in the part that ``text`` names, the same one wherever it is asked."""
+    part, _, parts = text.partition("/")
+    if not (part.isdigit() and parts.isdigit() and 1 <= int(part) <= int(parts)):
+        raise ValueError(text)
+    return lambda name: zlib.crc32(name.encode()) % int(parts) == int(part) - 1
+
+
 @pytest.hookimpl(tryfirst=True)  # before those that are marked so are left out
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Mark as ``full`` the cases of a test that it does without in most runs.
 
     Those of an equivalence test are as many as let every value of its parameters occur;
     ``sample(n)`` says that there are ``n`` of any test, which have as many values as can be.
+    With ``--part`` a part of them is all that runs.
     """
     cases = sorted(filter(has_cases, items), key=of_which_test)  # stable
     for _, group in itertools.groupby(cases, key=of_which_test):
@@ -69,6 +85,8 @@ def pytest_collection_modifyitems(items):
         )
         for name in named.keys() - set(kept):
             named[name].add_marker(pytest.mark.full)
+    if belongs := config.getoption("--part"):
+        items[:] = [i for i in items if i.get_closest_marker("full") and belongs(i.nodeid)]
 
 
 def has_cases(item):
