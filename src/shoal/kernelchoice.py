@@ -66,6 +66,18 @@ def _of_products(name: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
     return lambda: getattr(products, name), lambda value: setattr(products, name, value)
 
 
+def _casts_to(kind: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    return (
+        lambda: torch.get_autocast_dtype(kind),
+        lambda value: torch.set_autocast_dtype(kind, value),
+    )
+
+
+def _library(name: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    read, put = _of_torch(f"{name}_preferred_backend")
+    return lambda: read().name, lambda value: put(getattr(type(read()), value))
+
+
 def _contracts_in_order() -> bool:
     einsum = torch.backends.opt_einsum
     return bool(einsum.is_available() and not einsum.enabled)
@@ -122,9 +134,22 @@ OTHERS = (
         torch.backends.mha.get_fastpath_enabled,
         torch.backends.mha.set_fastpath_enabled,
     ),
+    Setting("autocast of CPUs", torch.bfloat16, *_casts_to("cpu")),
+    Setting("autocast of GPUs", torch.float16, *_casts_to("cuda"), is_of_gpu=True),
+    Setting(
+        "weights cast for each use",
+        True,
+        torch.is_autocast_cache_enabled,
+        torch.set_autocast_cache_enabled,
+    ),
     Setting("settings of inductor", (), _inductors, _tell_inductor),
     Setting("einsum in order", False, _contracts_in_order, _contract_in_order),
     Setting("without cuDNN", True, *_of_torch("cudnn_enabled"), is_of_gpu=True),
+    Setting("products by", "Cublas", *_library("blas"), is_of_gpu=True),
+    Setting("linear algebra by", "Default", *_library("linalg"), is_of_gpu=True),
+    Setting(
+        "order of attentions", [1, 2, 0, 3, 4], *_of_torch("sdp_priority_order"), is_of_gpu=True
+    ),
     *(
         Setting(name, usual, *_of_products(f"allow_{kind}"), is_of_gpu=True)
         for name, usual, kind in (
@@ -235,11 +260,10 @@ class KernelChoice:
         }
         found = {name: "yes" for name, differs in words.items() if differs}
         if self.default_dtype != torch.float32:
-            found["default type"] = str(self.default_dtype).removeprefix("torch.")
+            found["default type"] = _in_words(self.default_dtype)
         for setting, value in zip(OTHERS, self.others, strict=True):
             if setting.name and value != setting.usual and (on_gpu or not setting.is_of_gpu):
-                pairs = value if isinstance(value, tuple) else ()
-                found[setting.name] = ", ".join(f"{n}={v}" for n, v in pairs) or "yes"
+                found[setting.name] = _in_words(value)
         return {EXACT: STRICT, **found} if _strict else found
 
 
@@ -262,6 +286,12 @@ def only_deterministic(wanted: bool = True) -> Iterator[None]:
     finally:
         _strict = was_strict
         before.take()
+
+
+def _in_words(value: Any) -> str:
+    if isinstance(value, tuple):  # of names and values
+        return ", ".join(f"{name}={one}" for name, one in value)
+    return "yes" if isinstance(value, bool) else str(value).removeprefix("torch.")
 
 
 def _fp32() -> tuple[str, bool, tuple[str, ...]]:

@@ -22,6 +22,14 @@ from shoal.kernelchoice import (
     repeatable,
 )
 
+NOT_HERE = "einsum in order", "products by", "linear algebra by"  # libraries
+OF_MANY = {
+    "settings of inductor": (("fallback_random", True),),
+    "autocast of CPUs": torch.float16,
+    "autocast of GPUs": torch.bfloat16,
+    "order of attentions": [2, 1, 0, 3, 4],
+}
+
 
 @pytest.fixture
 def restored():
@@ -38,8 +46,8 @@ def changed():
     torch.backends.cudnn.allow_tf32 = False
     torch.set_default_dtype(torch.float64)
     for setting in OTHERS:
-        if setting.name not in ("", "einsum in order"):  # whose library may not be there
-            setting.put((("fallback_random", True),) if setting.usual == () else not setting.usual)
+        if setting.name not in ("", *NOT_HERE):
+            setting.put(OF_MANY.get(setting.name, not setting.usual))
 
 
 def test_what_was_set_is_told_and_taken_back(restored):
@@ -51,10 +59,12 @@ def test_what_was_set_is_told_and_taken_back(restored):
     assert KernelChoice.here() == restored
     there.take()
     assert KernelChoice.here() == there
-    told = {name for name in TOLD[1:] if name != "einsum in order"}
+    told = set(TOLD[1:]) - set(NOT_HERE)
     assert there.told(on_gpu=True).keys() == told
     of_gpu = {setting.name for setting in OTHERS if setting.is_of_gpu} | set(TOLD[2:5])
     assert there.told(on_gpu=False).keys() == told - of_gpu
+    assert there.told(on_gpu=True)["autocast of GPUs"] == "bfloat16"
+    assert there.told(on_gpu=True)["order of attentions"] == "[2, 1, 0, 3, 4]"
     assert there.matmul == "high"
 
 
