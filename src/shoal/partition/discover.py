@@ -96,10 +96,15 @@ def find_parts(model: nn.Module) -> list[Candidate]:
 
 
 def _opened(parts: dict[str, nn.Module], whole: int) -> dict[str, nn.Module]:
-    """In place of a part with more than half of ``whole`` parameters its own parts, if any."""
+    """In place of a part with more than half of ``whole`` parameters its own parts, if any.
+
+    One that is compiled, or has something compiled by torch.jit, is one piece.
+    """
     for name, part in parts.items():
-        inner = _with_parameters(dict(_members(f"{name}.", part)))
-        if inner and 2 * _parameter_count(part) > whole:
+        scripted = any(isinstance(inner, torch.jit.ScriptModule) for inner in part.children())
+        if scripted or is_compiled(part) or 2 * _parameter_count(part) <= whole:
+            continue
+        if inner := _with_parameters(dict(_members(f"{name}.", part))):
             others = {other: module for other, module in parts.items() if other != name}
             return _opened(others | inner, whole)
     return parts

@@ -378,6 +378,26 @@ def test_a_part_that_is_most_of_a_model_is_cut_between_its_own_parts(make_recipe
     assert report.chain.layer_names[1:-1] == ("big.one", "big.two", "big.three", "head")
 
 
+def compile_whole(part):
+    part.compile(backend="eager")
+
+
+def script_a_part_of(part):
+    part.two = torch.jit.script(part.two)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("how", [compile_whole, script_a_part_of])
+def test_a_part_that_is_compiled_is_one_piece_however_large(how, make_recipe):
+    model, batch = Wrapped(), (torch.randn(4, 6), torch.randint(0, 5, (4,)))
+    how(model.big)
+
+    report = pilot(model, make_recipe(model), batch, CPU)
+
+    assert report.chain is None
+    assert "most of it is in one module" in report.notes[0]
+
+
 class Stages(nn.Module):
     """Several lists, one after another: one chain."""
 
