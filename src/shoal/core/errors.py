@@ -6,6 +6,7 @@ ShoalError
 |   +-- TooLarge     a trial fits in no way, of all that was asked for
 |   +-- NotCuttable  a model cannot be a chain of shards (partition)
 |   +-- CutError     no cut of the chain satisfies what was asked (partition)
+|   +-- Declined     trials cannot train as one array (fusion)
 +-- ProgramError     a program breaks a rule of its format (checked before it runs)
 +-- CapacityError    a tier cannot hold what was asked of it
 +-- TransitionError  a state machine got an event it cannot take
@@ -13,6 +14,7 @@ ShoalError
 +-- TrialError       one trial cannot go on; the others do
 |   +-- NarrowError  a weight that travelled as bfloat16 has to travel whole
 |   +-- OrderError   micro-batches that went by shard have to go one after another
++-- StorageError     the disk is full or failing, or what is on it is damaged
 
 A message has three parts: what was asked, what was found, what to do; with the
 numbers. Every class has a section in docs/errors.md.
