@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from shoal.core.errors import ShoalError
-from shoal.partition.callsheet import EmptyCache
+from shoal.partition.callsheet import EmptyCache, copies_among
 from shoal.partition.chain import Chain, Micro
 from shoal.partition.discover import (
     Candidate,
@@ -31,7 +31,7 @@ from shoal.partition.wires import Wire, Wires
 from shoal.pystate.finding import fields_holding
 from shoal.recipe import Batch, Recipe, autocast
 
-_ATTEMPTS = 3  # to find the joints: known ones may bring others to light
+_ATTEMPTS = 4  # to find the joints, of which known ones may bring others to light, and copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,15 +183,21 @@ def _record(source: _Source, candidate: Candidate) -> Record:
 
 
 def _watched(source: _Source, candidate: Candidate) -> Record:
-    """What a forward does, watched until its joints are known."""
+    """What a forward does, watched until its joints are known.
+
+    A copy that is changed afterwards is no wire: the forward would change it once more.
+    """
     joints: tuple[int, ...] = ()
+    names_copies = True
     for _ in range(_ATTEMPTS):
         with preserved(source.model, source.device):
-            spy = Spy(source.model, candidate, source.device, joints)
+            spy = Spy(source.model, candidate, source.device, joints, names_copies=names_copies)
             spy.watch(source.recipe, clone_batch(source.batch))
-            if tuple(spy.seen.found) == joints:
+            made = spy.seen.made
+            changed = any(made[copy]._version for copy in copies_among(made).values())
+            if tuple(spy.seen.found) == joints and not changed:
                 return make_record(source.model, spy.seen)
-        joints = tuple(spy.seen.found)
+        joints, names_copies = tuple(spy.seen.found), names_copies and not changed
     raise NotCuttable("what it computes between its blocks changes each time its forward runs")
 
 

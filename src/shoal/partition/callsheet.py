@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -188,6 +188,20 @@ def module_wire(head: int, module: str, call: int, leaf: int) -> Wire:
 def argument_wire(head: int, module: str, call: int, leaf: int) -> Wire:
     """The name of a leaf of what a module that ran in a section's head was called with."""
     return Wire(head, f"{module}#{call}<{leaf}")
+
+
+_COPIES = "clone()"
+
+
+def copy_wire(head: int, call: int) -> Wire:
+    """The name of a copy that a section's head made, by the number of such calls before it."""
+    return module_wire(head, _COPIES, call, 0)
+
+
+def copies_among(wires: Iterable[Wire]) -> dict[int, Wire]:
+    """Those that are copies which a head made, by their calls' numbers."""
+    named = (wire for wire in wires if wire.slot.startswith(f"{_COPIES}#"))
+    return {int(wire.slot.partition("#")[2].partition(".")[0]): wire for wire in named}
 
 
 def is_cache(value: Any) -> bool:

@@ -40,12 +40,13 @@ from shoal.partition.callsheet import (
     Reads,
     Returned,
     argument_wire,
+    copies_among,
     leaf_wires,
     module_wire,
 )
 from shoal.partition.sections import Sections
 from shoal.partition.template import Shape, Template, flatten, output_template
-from shoal.partition.wires import Names, Substitution, Touch, TouchWatch, Wire, Wires
+from shoal.partition.wires import CopyCalls, Names, Substitution, Touch, TouchWatch, Wire, Wires
 from shoal.recipe import Batch, Output, Recipe, compute_loss, model_inputs
 from shoal.rng import capture_rng, restore_rng
 
@@ -247,6 +248,8 @@ class _Run:
         self._expected = reads.by_section[section]
         self._arguments = {wire for wire in self._expected if wire.is_argument}
         self._kept = reads.anywhere
+        self._copies = copies_among(self._kept)
+        self._copied = 0
         self._on_resume = on_resume
         blocks = skeleton.sections.blocks_of(section)
         self._first, self._stop = blocks.start, blocks.stop
@@ -274,6 +277,8 @@ class _Run:
                 stack.enter_context(self._touch)
             if self._arguments & self._real.keys():
                 stack.enter_context(self.substitution)
+            if self._copies:
+                stack.enter_context(CopyCalls(self._copy))
             if self.skipping and self.skeleton.draws:
                 self._replay(0)
             try:
@@ -335,6 +340,20 @@ class _Run:
                 self._step_aside(False)
 
         return spy
+
+    def _copy(self, copy: Callable[[], Tensor]) -> Tensor:
+        """A copy that the forward makes: the one that there is, where it was made before."""
+        if self._depth:
+            return copy()
+        self._copied += 1
+        wire = self._copies.get(self._copied)
+        if wire is None:
+            return copy()
+        copied = self._real[wire] if wire in self._real else copy()
+        self._names.give(copied, wire)
+        if not self.skipping:
+            self._made[wire] = copied
+        return copied
 
     def _away_from(self, arguments: Any) -> AbstractContextManager[object]:
         """While a module outside of the blocks runs; looks at types alone need no watch there."""

@@ -12,14 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.partition.callsheet import Call, CallWriter, argument_name, argument_wire, module_wire
+from shoal.partition.callsheet import (
+    Call,
+    CallWriter,
+    argument_name,
+    argument_wire,
+    copy_wire,
+    module_wire,
+)
 from shoal.partition.discover import Candidate, NotCuttable, OtherMode, ancestors_of
 from shoal.partition.glue import Block, ReplacedCalls, own_call
 from shoal.partition.preserve import BufferWatch
 from shoal.partition.sections import Sections
 from shoal.partition.taint import BlockOutput, Source, Taint
 from shoal.partition.template import Shape, Template, flatten, output_template
-from shoal.partition.wires import Names, TouchWatch, Wire, Wires, storage_key
+from shoal.partition.wires import CopyCalls, Names, TouchWatch, Wire, Wires, storage_key
 from shoal.partition.writes import WriteWatch
 from shoal.recipe import Batch, Recipe, autocast, loss_and_output
 from shoal.rng import RngState, capture_rng, same_rng
@@ -61,6 +68,9 @@ class Seen:
 class Spy:
     """Watches one forward of a model whose joints are taken to be ``joints``.
 
+    Copies that it makes itself are wires with ``names_copies``; else what reads one later is to
+    make it anew, and gradients may add up in another order.
+
     Attributes:
         seen: What it saw. Where ``seen.found`` are other joints, watch again with these.
     """
@@ -71,8 +81,11 @@ class Spy:
         candidate: Candidate,
         device: torch.device,
         joints: tuple[int, ...] = (),
+        *,
+        names_copies: bool = True,
     ) -> None:
         self.seen = Seen(joints)
+        self._names_copies = names_copies
         self._model, self._device = model, device
         self._sections = Sections(sys.maxsize, joints)
         self._ancestors = ancestors_of(model, iter(candidate.blocks))
@@ -89,7 +102,7 @@ class Spy:
         self._buffers = BufferWatch(model)
         self._versions = {name: p._version for name, p in model.named_parameters()}
         self._counts: Counter[str] = Counter()
-        self._depth = 0
+        self._depth = self._copies = 0
         self._ambient: Any = None
         self._elsewhere: set[str] = set()  # blocks that it calls in another mode
         self._rng: RngState = capture_rng(device)  # when the last block returned
@@ -104,7 +117,8 @@ class Spy:
         """
         calls = ReplacedCalls(self._replacements())
         grads, cast = torch.enable_grad(), autocast(recipe, self._device)
-        with grads, cast, calls, self._taint, self._touch, self._writes:
+        copies = CopyCalls(self._copy)
+        with grads, cast, calls, self._taint, self._touch, self._writes, copies:
             self._ambient = self._mode()
             loss, output = loss_and_output(recipe, self._model, batch)
             if self._elsewhere:
@@ -162,6 +176,19 @@ class Spy:
                 self._depth -= 1
 
         return spied
+
+    def _copy(self, copy: Callable[[], Tensor]) -> Tensor:
+        """A copy that the forward makes; it is a wire where that takes no joint."""
+        copied = copy()
+        if self._depth:
+            return copied
+        number = self._copies = self._copies + 1
+        with self._aside():
+            if self._names_copies and self._taint.of(copied) and not self._is_computed(copied):
+                head = self._sections.head(self._sections.of_block(len(self.seen.blocks)))
+                self.seen.gaps[-1].made.add(wire := copy_wire(head, number))
+                self._name(copied, wire)
+        return copied
 
     def _note_draws(self) -> None:
         """Note whether random numbers were drawn since the last module returned."""

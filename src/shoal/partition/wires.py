@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,7 +22,8 @@ class Wire:
     ``slot`` is ``out.<leaf>`` for a block's output, ``<module>#<call>.<leaf>`` for what a
     module between the blocks returned, and ``<block>.<leaf>`` for any other tensor that the
     forward hands to a block, after the argument leaf of the block that reads it first. One
-    that it hands to a module only, and reads again later, is ``<module>#<call><<leaf>``.
+    that it hands to a module only, and reads again later, is ``<module>#<call><<leaf>``; a copy
+    that it makes itself, of what no block of its section returned, ``clone()#<call>.0``.
     """
 
     layer: int
@@ -179,6 +181,20 @@ class TouchWatch(TorchFunctionMode):
             for leaf in tensors_in(tree)
             if id(leaf) in self._watched
         )
+
+
+class CopyCalls(TorchFunctionMode):
+    """Has ``called`` do what the forward copies a tensor for, with a function that copies it."""
+
+    def __init__(self, called: Callable[[Callable[[], Tensor]], Tensor]) -> None:
+        super().__init__()
+        self._called = called
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        call = functools.partial(func, *args, **(kwargs or {}))
+        return self._called(call) if func in (Tensor.clone, torch.clone) else call()
 
 
 def tensors_in(tree: Any) -> list[Tensor]:

@@ -91,6 +91,34 @@ class InPlace(Blocks):
         return x
 
 
+class Copied(Residual):
+    """Copies what goes into the first block, for the end; three gradients are added up there."""
+
+    def body(self, x):
+        kept = x.clone()
+        return super().body(x) * torch.clone(kept)
+
+
+class Rewritten(Blocks):
+    """Changes its copy, with others before and behind."""
+
+    def body(self, x):
+        kept = x.clone().clone()
+        kept += 1
+        for block in self.blocks:
+            x = block(x)
+        return x * kept * x.clone()
+
+
+class Branched(Blocks):
+    """Hands its copy to later blocks."""
+
+    def body(self, x):
+        kept = x.clone()
+        x = self.blocks[1](self.blocks[0](x))
+        return self.blocks[2](x) * self.blocks[3](kept) + kept
+
+
 class Noisy(Blocks):
     """Draws random numbers between blocks that it hands nothing else to."""
 
@@ -223,6 +251,9 @@ KINDS = {
     Residual: 4 + 3,
     PreNorm: 4 + 3,
     InPlace: 4 + 3,
+    Copied: 4 + 3,
+    Rewritten: 4,
+    Branched: 4,
     Noisy: 4 + 3,
     Gated: 4 + 1,
     Towers: 4 + 1,
