@@ -94,7 +94,13 @@ def test_a_dry_run_finds_nothing(name):
     assert dry_run([t.member for t in made], [next(next(t.groups)) for t in made]) == ""
 
 
-@pytest.mark.parametrize("name", [*zoo.MODELS, *forms.LAYERS])
+OLDER = pytest.mark.skipif(torch.__version__ < "2.11", reason="torch 2.10 declines its products")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=OLDER if n == "mixtral" else ()) for n in (*zoo.MODELS, *forms.LAYERS)],
+)
 def test_a_model_of_the_zoo_passes_its_dry_run(name):
     recipe = zoo.recipe() if name in zoo.MODELS else forms.recipe()
     hps = [{"model": name, "optimizer": "adamw", "lr": 1e-2 * (slot + 1)} for slot in range(2)]

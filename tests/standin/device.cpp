@@ -494,9 +494,11 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
     current = stream.id();
     return old;
   }
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR > 10
   void* getStreamNativeHandle(const Stream stream) const override {
     return reinterpret_cast<void*>(stream.id());
   }
+#endif
   DeviceIndex deviceCount() const noexcept override { return DeviceIndex(device_count); }
   void record(void** event, const Stream& stream, const DeviceIndex, const c10::EventFlag)
       const override {

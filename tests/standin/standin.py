@@ -31,8 +31,10 @@ _loaded = None
 
 
 def can_build() -> bool:
-    """Whether there is what an extension is built with."""
-    return bool(shutil.which("g++") and (shutil.which("ninja") or _ninja()))
+    """Whether there is what an extension is built with, and torch has no code for CUDA itself."""
+    from torch.version import cuda
+
+    return cuda is None and bool(shutil.which("g++") and (shutil.which("ninja") or _ninja()))
 
 
 def install(memory: int | None = None, devices: int | None = None) -> None:

@@ -17,7 +17,7 @@ from standin import can_build  # noqa: E402
 
 pytestmark = [
     pytest.mark.timeout(600),  # the first of all builds the extension
-    pytest.mark.skipif(not can_build(), reason="needs g++ and ninja"),
+    pytest.mark.skipif(not can_build(), reason="needs g++, ninja and a torch without CUDA"),
 ]
 
 MIB = 2**20
