@@ -182,7 +182,7 @@ def show_study(name: str | None, trial: int | None, directory: Path, *, as_json:
         devices = [device_record(row) for row in snapshot.devices]
         print(jsonl.dumps(full_record(place, snapshot) | {"devices": devices}, indent=2))
     else:
-        print(describe_study(snapshot, place))
+        print(wrap(describe_study(snapshot, place), terminal_width()))
     return ExitCode.DONE
 
 

@@ -16,6 +16,7 @@ from shoal.core.units import format_value
 from shoal.observe.rows import TrialRow
 
 DASH = "-"
+_LABEL = re.compile(r"\w+ {2,}")
 _KIND = re.compile(r"^(?:\w+\.)*[A-Z]\w*: ")
 
 
@@ -108,7 +109,8 @@ def short_titles(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[s
 def wrap(text: str, width: int | None) -> str:
     """Each line of at most ``width`` characters, cut between words and indented from then on.
 
-    A line with two blanks between words is a table's, and stays.
+    Under a line's label, two blanks before the rest, nothing is written; a line with two blanks
+    between other words is a table's, and stays.
     """
     if width is None:
         return text
@@ -117,13 +119,16 @@ def wrap(text: str, width: int | None) -> str:
 
 def _wrapped(line: str, width: int) -> str:
     words = line.lstrip(" ")
-    if len(line) <= width or "  " in words:
+    label = _LABEL.match(words)
+    rest = words[label.end() :] if label else words
+    if len(line) <= width or "  " in rest:
         return line
-    indent = " " * (len(line) - len(words) + 2)
+    hung = len(line) - len(rest)
     return textwrap.fill(
-        line,
+        rest,
         width,
-        subsequent_indent=indent,
+        initial_indent=line[:hung],
+        subsequent_indent=" " * (hung if label else hung + 2),
         break_long_words=False,
         break_on_hyphens=False,
         drop_whitespace=True,

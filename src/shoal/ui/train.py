@@ -147,9 +147,10 @@ def tell_ending(place: Path, *, as_json: bool, runs: int) -> int:
     if as_json:
         print(jsonl.dumps(full_record(place, snapshot), indent=2))
     else:
-        print(describe_ending(snapshot, place))
         verbs = ("show", "trace", *["verify"] * bool(snapshot.count(TrialState.FINISHED)))
-        print(f"next      {', '.join(f'shoal {verb} {place}' for verb in verbs)}")
+        following = ", ".join(f"shoal {verb} {place}" for verb in verbs)
+        text = f"{describe_ending(snapshot, place)}\nnext      {following}"
+        print(wrap(text, terminal_width()))
     return ending_code(snapshot)
 
 

@@ -61,6 +61,11 @@ def test_a_long_line_is_cut_between_words_and_indented_from_then_on() -> None:
     ]
 
 
+def test_what_stands_behind_a_label_is_cut_beside_it() -> None:
+    text = "warning   no leaderboard ranks them"
+    assert wrap(text, 26).split("\n") == ["warning   no leaderboard", "          ranks them"]
+
+
 def test_a_table_and_what_no_terminal_shows_are_not_cut() -> None:
     table = "step  epoch  after   train_loss  valid_loss\n  16      1  1.2 s       0.6930"
     assert wrap(table, 20) == table
