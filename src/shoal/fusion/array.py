@@ -224,6 +224,11 @@ class Array:
         """Slots with a trial."""
         return tuple(taking_part(self._occupied))
 
+    @property
+    def training(self) -> tuple[int, ...]:
+        """Slots that take part in steps: those with a trial that has not failed."""
+        return tuple(slot for slot in self.occupied if slot not in self._failed)
+
     def member(self, slot: int) -> Member:
         """The trial in a slot; its tensors are the array's rows."""
         self._require_occupied(slot)

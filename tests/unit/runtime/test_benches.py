@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 
+import pytest
 import torch
 from torch import nn
 
 from shoal.core.spec import TrialSpec
 from shoal.device import open_device
+from shoal.fusion import Declined
 from shoal.recipe import Recipe
 from shoal.runtime.measuring.measure import Measurer
 from shoal.runtime.messages import MeasureArray, Refused, TimeArray, TimedArray
@@ -79,3 +81,28 @@ def test_code_that_raises_after_many_steps_on_one_batch_is_no_reason_against_an_
     step_s, array_s, valid_s, array_valid_s = measurer.answer(order).rounds[0]
     assert step_s > 0 < array_s
     assert valid_s == array_valid_s == 0
+
+
+def test_a_step_that_all_slots_fail_is_no_time_of_an_array():
+    """It ends early: an array that does nothing would be the quickest."""
+
+    def loss(output, batch):
+        if not output.isfinite().all():
+            raise ValueError("not a number")
+        return output.square().mean()
+
+    recipe = Recipe(
+        model=lambda hp: nn.Linear(8, 3),
+        data=lambda hp: ([(torch.ones(8, 8),)], None),
+        loss=loss,
+        optimizer=lambda named, hp: torch.optim.SGD([p for _, p in named], lr=5.0),
+    )
+    measurer = Measurer(recipe, open_device(make_device()))
+    assert not measurer.answer(MeasureArray(TRIALS, 4, "eager")).found.declined
+    array_step = measurer._bench._works[1]
+    with pytest.raises(Declined, match="all of its slots raise: not a number"):
+        list(iter(array_step, "never"))
+    with pytest.raises(Declined, match=r"all of its slots raise$"):
+        array_step()
+    order = TimeArray(TRIALS[0], time.monotonic(), (0.01, 0.01, 0.0, 0.0), 1)
+    assert measurer.answer(order).rounds[0][1] == 0

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import mean
 from typing import Any
 
 import torch
 
 from shoal.core.units import Bytes
-from shoal.fusion import Array
+from shoal.fusion import Array, Declined
 from shoal.fusion.batches import layout_of
 from shoal.fusion.branches import BranchesBackend
 from shoal.fusion.compiled import CompiledBackend
@@ -40,9 +40,13 @@ def without_others(array: Array, steps: Sequence[Any]) -> Bytes:
 
 
 def step_all(array: Array, steps: Sequence[Any]) -> None:
-    """Do one step after another."""
+    """Do one step after another.
+
+    Raises:
+        Declined: all slots raise. A step that ends early is no measure of any.
+    """
     for rows in steps:
-        array.step(*rows)
+        _refuse_if_all_raise(array, array.step(*rows).failures)
 
 
 def settle(array: Array, steps: Sequence[Any], valid: Sequence[Any]) -> Bytes:
@@ -110,10 +114,20 @@ def _settle_evaluation(array: Array, valid: Sequence[Any]) -> None:
 
 
 def _step(array: Array, rows: Sequence[Any]) -> None:
-    """A step in which no slot is out of memory."""
-    for failure in array.step(*rows).failures.values():
+    """A step in which no slot is out of memory, and not all of them raise."""
+    failures = array.step(*rows).failures
+    for failure in failures.values():
         if is_out_of_memory(failure):
             raise torch.OutOfMemoryError(first_line(failure))
+    _refuse_if_all_raise(array, failures)
+
+
+def _refuse_if_all_raise(array: Array, failures: Mapping[int, BaseException]) -> None:
+    """Those that failed take no part in steps after it."""
+    if array.training:
+        return
+    why = f": {first_line(next(iter(failures.values())))}" if failures else ""
+    raise Declined(f"all of its slots raise{why}")
 
 
 def evaluated(array: Array, batches: Sequence[Any]) -> tuple[int, float]:
