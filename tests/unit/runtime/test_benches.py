@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 
 import pytest
 import torch
@@ -106,3 +107,21 @@ def test_a_step_that_all_slots_fail_is_no_time_of_an_array():
         array_step()
     order = TimeArray(TRIALS[0], time.monotonic(), (0.01, 0.01, 0.0, 0.0), 1)
     assert measurer.answer(order).rounds[0][1] == 0
+
+
+@pytest.mark.parametrize(("whole", "name"), [(True, "the model"), (False, "module '1'")])
+def test_a_scripted_module_is_named_where_it_keeps_trials_from_an_array(whole, name):
+    def model(hp):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch.jit is deprecated
+            part = torch.jit.script(nn.Linear(8, 8))
+        return part if whole else nn.Sequential(nn.Linear(8, 8), part)
+
+    recipe = Recipe(
+        model=model,
+        data=lambda hp: ([(torch.ones(8, 8),)], None),
+        loss=lambda output, batch: output.square().mean(),
+    )
+    measurer = Measurer(recipe, open_device(make_device()))
+    found = measurer.answer(MeasureArray(TRIALS, 4, "eager")).found
+    assert f"{name} is scripted (torch.jit), and an array runs modules' Python" in found.declined

@@ -37,6 +37,7 @@ from shoal.fusion.dryrun import difference
 from shoal.fusion.fused import first_line, is_out_of_memory
 from shoal.fusion.likeness import copies
 from shoal.fusion.oldnorms import old_norm
+from shoal.fusion.scripted import scripted
 from shoal.fusion.sideeffects import first_side_effect
 from shoal.fusion.stacked import Stacked
 from shoal.fusion.traced import TracedBackend
@@ -545,7 +546,7 @@ def _obstacle(recipe: Recipe, device: Device, trial: TrialSpec, member: Member) 
         return "an emulated device has no times for arrays"
     if compiles(member.module):
         return "its model is compiled"
-    if words := old_norm(member.module):
+    if words := old_norm(member.module) or scripted(member.module):
         return words
     if name := sparse_gradient_of(member.module):
         return (
