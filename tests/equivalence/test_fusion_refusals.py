@@ -273,6 +273,35 @@ def test_what_the_code_keeps_in_globals_declines_before_any_array_runs(odd, loss
     assert torch.isfinite(mean(LAST if LAST is not None else KEPT["mean"], None))
 
 
+class Running(nn.Module):
+    """A loss that divides by its own running mean."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.ones((), dtype=torch.float64))
+
+    def forward(self, output, batch):
+        found = output.square().mean()
+        self.mean.mul_(0.9).add_(0.1 * found.detach())
+        return found / self.mean
+
+
+class Counting(nn.Module):
+    calls = 0
+
+    def forward(self, output, batch):
+        self.calls += 1
+        return output.mean() / self.calls
+
+
+@pytest.mark.parametrize(
+    ("loss", "what"), [(Running(), "the buffer 'mean'"), (Counting(), "the attribute 'calls'")]
+)
+def test_what_a_loss_module_keeps_is_named(loss, what):
+    found = dry_run(members(writes, loss), batches())
+    assert f"changes {what} of the recipe's loss, which would change once for all" in found
+
+
 def test_globals_that_nobody_changes_keep_nobody_from_an_array():
     assert dry_run(members(writes, reads_a_constant), batches()) == ""
 

@@ -133,10 +133,14 @@ def _settings(member: Member) -> dict[str, str]:
 
 def settings_beside(member: Member) -> dict[str, str]:
     """Those of them that are no attributes of the model."""
-    kept = {
-        f"what the recipe's {name} keeps": code_of(getattr(member.recipe, name))
-        for name in ("loss", "inputs")
-    }
+    kept: dict[str, Any] = {}
+    for name in ("loss", "inputs"):
+        whose, code = f"the recipe's {name}", code_of(getattr(member.recipe, name))
+        kept[f"what {whose} keeps"] = code
+        if isinstance(code, nn.Module):
+            tensors = {f"the buffer {key!r}": value for key, value in code.named_buffers()}
+            found = tensors | attributes_of(code)
+            kept |= {f"{what} of {whose}": value for what, value in found.items()}
     return in_words(kept) | global_settings(member.recipe, member.module)
 
 

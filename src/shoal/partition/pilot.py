@@ -115,6 +115,8 @@ def _compare(chain: Chain, batch: Batch, plain: _Outcome) -> tuple[str, ...]:
     except Exception as error:  # whole, the model has done this step
         raise NotCuttable(_raises_when_cut(error)) from error
     for first, second in pairs[1:]:
+        if _differences(first, second):
+            _require_same_again(chain, batch, plain)
         _require_equal(chain, first, second)
     if chain.record.recomputes:
         with shaken(chain.model):
@@ -157,6 +159,18 @@ def _require_equal(chain: Chain, plain: _Outcome, sharded: _Outcome) -> None:
             f"sharded training would not equal plain training: {name} differs by "
             f"{_distance(plain, sharded, name):.1e} ({len(different)} of {len(plain.tensors)} "
             f"tensors differ){_likely_cause(chain, different)}"
+        )
+
+
+def _require_same_again(chain: Chain, batch: Batch, plain: _Outcome) -> None:
+    """Refuse what keeps something where nothing puts it back: a loss that counts its calls."""
+    again = _plain_step(chain.model, chain.recipe, batch, chain.device)
+    if "the loss" in _differences(plain, again):
+        raise NotCuttable(
+            "a step on the same weights, batch and random numbers has another loss each time (by "
+            f"{_distance(plain, again, 'the loss'):.1e}): the recipe's loss, or a global that the "
+            "code reads, keeps something from one call to the next, and of what is cut forwards "
+            "run again. Let it be a buffer of the model"
         )
 
 

@@ -468,3 +468,16 @@ def test_blocks_that_torch_jit_compiled_are_a_reason_and_no_failure(make_recipe)
 
     assert report.chain is None
     assert "'1' is compiled by torch.jit, which hides its code" in report.notes[0]
+
+
+def test_a_loss_that_keeps_something_from_call_to_call_is_said_to(make_recipe):
+    calls = []
+
+    def counting(output, batch):
+        calls.append(1.0)
+        return output.square().mean() / len(calls)
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    (why,) = pilot(model, make_recipe(model, counting), (torch.ones(3, 4),), CPU).notes
+    assert "a step on the same weights, batch and random numbers has another loss each" in why
+    assert "the recipe's loss, or a global that the code reads, keeps something" in why
