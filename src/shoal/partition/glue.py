@@ -185,9 +185,21 @@ def run_head(
             skeleton.model(*args, **kwargs)
     except _Cut:
         return run.headed()
-    raise TrialError(
-        f"the forward called {run.position} of the {len(skeleton.blocks)} blocks it called in "
-        "the pilot. A model that skips blocks trains unsharded only."
+    raise TrialError(_skipped(skeleton, run.position))
+
+
+def _skipped(skeleton: Skeleton, called: int) -> str:
+    of = f"{called} of the {len(skeleton.blocks)} blocks"
+    if skeleton.model.training:
+        return (
+            f"the forward called {of} it called in the pilot. A model that skips blocks trains "
+            "unsharded only."
+        )
+    return (
+        f"in evaluation mode the forward called {of} it calls in training, as where it evaluates "
+        "an average of its weights, in modules of its own. What is cut is evaluated in the shards "
+        "that train. Such a model trains unsharded only, or has its average evaluated once it is "
+        "trained."
     )
 
 

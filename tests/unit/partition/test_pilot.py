@@ -481,3 +481,25 @@ def test_a_loss_that_keeps_something_from_call_to_call_is_said_to(make_recipe):
     (why,) = pilot(model, make_recipe(model, counting), (torch.ones(3, 4),), CPU).notes
     assert "a step on the same weights, batch and random numbers has another loss each" in why
     assert "the recipe's loss, or a global that the code reads, keeps something" in why
+
+
+class Averaged(nn.Module):
+    """Evaluates a copy of what it trains."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.average = (
+            nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
+            for _ in range(2)
+        )
+
+    def forward(self, x):
+        return self.net(x) if self.training else self.average(x)
+
+
+def test_a_model_that_evaluates_an_average_of_its_weights_is_said_to(make_recipe):
+    model = Averaged()
+    recipe = make_recipe(model, lambda output, batch: output.square().mean())
+    (why,) = pilot(model, recipe, (torch.ones(3, 4),), CPU).notes
+    assert "in evaluation mode the forward called 0 of the 3 blocks it calls in training" in why
+    assert "an average of its weights, in modules of its own" in why
