@@ -113,7 +113,8 @@ def _compare(chain: Chain, batch: Batch, plain: _Outcome) -> tuple[str, ...]:
     except (torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:  # whole, the model has done this step
-        raise NotCuttable(_raises_when_cut(error)) from error
+        words = _raises_when_cut(error).removesuffix(".")
+        raise NotCuttable(f"{words}{_written_between(chain)}") from error
     for first, second in pairs[1:]:
         if _differences(first, second):
             _require_same_again(chain, batch, plain)
@@ -180,9 +181,24 @@ def _likely_cause(chain: Chain, different: list[str]) -> str:
     blamed = sorted(name for name in shared if f"the gradient of {name!r}" in different)
     if blamed:
         return f"; the weight {blamed[0]!r} is used in several layers"
-    return (
+    return _written_between(chain) or (
         "; something passes between the layers that is neither an argument of a block nor its "
         "output, for example a skip from before the blocks to after them"
+    )
+
+
+def _written_between(chain: Chain) -> str:
+    """Of buffers that the forward itself writes: it runs again for each part of it."""
+    sections = chain.skeleton.sections
+    heads = [layer for layer in range(chain.num_layers) if sections.headed_by(layer) is not None]
+    heads.append(sections.num_layers - 1)
+    names = sorted({name for layer in heads for name in chain.changing_buffers(layer)})
+    if not names:
+        return ""
+    return (
+        f"; the forward itself writes {', '.join(map(repr, names))} between its "
+        "blocks, and runs more than once where it is cut. Let a block write it: a module around "
+        "the layer that it comes from, with the buffer"
     )
 
 

@@ -503,3 +503,60 @@ def test_a_model_that_evaluates_an_average_of_its_weights_is_said_to(make_recipe
     (why,) = pilot(model, recipe, (torch.ones(3, 4),), CPU).notes
     assert "in evaluation mode the forward called 0 of the 3 blocks it calls in training" in why
     assert "an average of its weights, in modules of its own" in why
+
+
+class Carrying(nn.Module):
+    """Begins a batch with the hidden state that the last one ended with."""
+
+    def __init__(self):
+        super().__init__()
+        self.before = nn.Sequential(nn.Linear(4, 8), nn.Tanh())
+        self.after = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+        self.lstm = nn.LSTM(8, 8, batch_first=True)
+        for name in "hc":
+            self.register_buffer(name, torch.zeros(1, 3, 8))
+
+    def forward(self, x):
+        x, (h, c) = self.lstm(self.before(x), (self.h, self.c))
+        self.h, self.c = h.detach(), c.detach()
+        return self.after(x)
+
+
+class Within(nn.Module):
+    """A layer that carries its own."""
+
+    forward = Carrying.forward
+
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.before, self.after = nn.LSTM(8, 8, batch_first=True), *[nn.Identity()] * 2
+        for name in "hc":
+            self.register_buffer(name, torch.zeros(1, 3, 8))
+
+
+class Counted(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        for layer in self:
+            x = layer(x)
+        return x / self.calls
+
+
+@pytest.mark.parametrize(("build", "names"), [(Carrying, "'c', 'h'"), (Counted, "'calls'")])
+def test_buffers_that_the_forward_writes_between_blocks_are_named(build, names, make_recipe):
+    model = build()
+    recipe = make_recipe(model, lambda output, batch: output.square().mean())
+    (why,) = pilot(model, recipe, (torch.ones(3, 5, 4),), CPU).notes
+    assert f"the forward itself writes {names} between its blocks, and runs more than once" in why
+
+
+def test_a_hidden_state_that_a_block_keeps_is_no_reason(make_recipe):
+    model = nn.Sequential(nn.Linear(4, 8), Within(), nn.Linear(8, 8), nn.Linear(8, 2))
+    recipe = make_recipe(model, lambda output, batch: output.square().mean())
+    report = pilot(model, recipe, (torch.ones(3, 5, 4),), CPU)
+    assert report.bitwise
+    assert report.chain.num_layers == 6
