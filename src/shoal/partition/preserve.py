@@ -157,8 +157,7 @@ class BufferWatch:
     """Notices which buffers a forward changes: their values, or the tensor itself."""
 
     def __init__(self, model: nn.Module, *, without: Iterable[nn.Module] = ()) -> None:
-        self._model = model
-        self._left_out = {id(buffer) for module in without for buffer in module.buffers()}
+        self._model, self._without = model, tuple(without)
         self.restart()
 
     def restart(self) -> None:
@@ -176,8 +175,9 @@ class BufferWatch:
         return {name for name, _ in self._buffers()} - set(self._before)
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
+        left_out = {id(b) for module in self._without for b in module.buffers()}  # maybe made anew
         named = self._model.named_buffers()
-        return ((name, buffer) for name, buffer in named if id(buffer) not in self._left_out)
+        return ((name, buffer) for name, buffer in named if id(buffer) not in left_out)
 
     def _differs(self, name: str, buffer: Tensor) -> bool:
         if name not in self._before:

@@ -560,3 +560,25 @@ def test_a_hidden_state_that_a_block_keeps_is_no_reason(make_recipe):
     report = pilot(model, recipe, (torch.ones(3, 5, 4),), CPU)
     assert report.bitwise
     assert report.chain.num_layers == 6
+
+
+class Renewing(nn.Linear):
+    """Makes its running mean anew in each forward."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        x = super().forward(x) + self.mean
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return x
+
+
+def test_a_buffer_that_a_block_makes_anew_is_the_blocks_alone(make_recipe):
+    """Of two stages that both changed it a pipeline would have two copies."""
+    model = nn.Sequential(nn.Linear(4, 4), Renewing(), Renewing(), nn.Linear(4, 2))
+    recipe = make_recipe(model, lambda output, batch: output.square().mean())
+    chain = pilot(model, recipe, (torch.ones(3, 4),), CPU).chain
+    changing = [chain.changing_buffers(layer) for layer in range(chain.num_layers)]
+    assert changing == [(), (), ("1.mean",), ("2.mean",), (), ()]
