@@ -109,6 +109,24 @@ def fills_a_bank_now_and_then(net, h, x):
     return h + net.bank.mean(0)
 
 
+def hands_on(net, h, x):
+    """As RevIN does, in an attribute of a layer too."""
+    net.mean, net.layer.spread = x.mean(0), x.std(0) + 1
+    return (h - net.mean) * net.layer.spread + net.mean
+
+
+def hands_on_to_evaluation(net, h, x):
+    if net.training:
+        net.mean = x.mean(0)
+    return h - net.mean
+
+
+def hands_on_to_the_next(net, h, x):
+    before = getattr(net, "mean", 0.0)
+    net.mean = x.mean(0)
+    return h - before
+
+
 def member(does, number=1.0, change=lambda net: None):
     net = Net(does, number)
     change(net)
@@ -149,6 +167,8 @@ def batches(width=3, seed=1):
         (counts_evaluations, "a forward in evaluation mode or its loss changes the attribute"),
         (writes_its_batch, "writes to its batch"),
         (draws_from_its_own, "changes the attribute 'random'"),
+        (hands_on_to_evaluation, "changes the attribute 'mean'"),
+        (hands_on_to_the_next, "changes the attribute 'mean'"),
     ],
 )
 def test_a_forward_that_leaves_something_behind_is_declined_with_the_reason(does, reason):
@@ -164,7 +184,7 @@ def test_the_trials_and_their_batches_are_not_touched_meanwhile():
     assert not any(one.module.begun for one in made)
 
 
-@pytest.mark.parametrize("does", [lays_up_a_mask, fills_a_bank_now_and_then])
+@pytest.mark.parametrize("does", [lays_up_a_mask, fills_a_bank_now_and_then, hands_on])
 def test_what_is_alike_in_all_trials_or_a_buffer_keeps_nobody_from_an_array(does):
     assert dry_run(members(does), batches()) == ""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from shoal.fusion.globals import global_settings, identity
 from shoal.fusion.likeness import copies, numpy_stream
 from shoal.fusion.loop import lone_pass
 from shoal.fusion.member import Member, in_streams
+from shoal.fusion.passing import handed_on
 from shoal.fusion.signature import described
 from shoal.recipe import tensors_of
 from shoal.source import MODULE_NAME
@@ -111,13 +112,47 @@ def _change(member: Member, batch: Any, device: torch.device, what: str, own_pas
             f"{what} writes to {words}, which passes of an array do more often than a trial "
             f"alone. {instead}"
         )
-    if changed := names_changed(before, _settings(member)):
+    changed = names_changed(before, _settings(member))
+    if changed := without_handed_on(changed, member, batch, device):
         name = changed[0].replace(f"{MODULE_NAME}.", "")  # of the study's own file
         return (
             f"{what} or its loss changes {name}, {_WITHOUT_IT[own_passes]}. "
             "Make it a buffer of the model, or let the loss do without it."
         )
     return ""
+
+
+def without_handed_on(
+    changed: Sequence[str], member: Member, batch: Any, device: torch.device
+) -> list[str]:
+    """These settings but for attributes that each forward writes before it reads them."""
+    module = member.module
+    places = {words: place for words in changed if (place := _place_of(words, module))}
+    if not places:
+        return list(changed)
+
+    def run(training: bool) -> None:
+        module.train(training)
+        with in_streams(member, device), torch.set_grad_enabled(training):
+            lone_pass(member, changed_by(torch.clone, batch), device)
+
+    def evaluate() -> None:
+        with suppress(Exception):  # a model that has no loss then is not evaluated
+            run(False)
+
+    mode = module.training
+    try:
+        found = handed_on(module, set(places.values()), lambda: run(True), evaluate)
+    finally:
+        module.train(mode)
+    return [words for words in changed if places.get(words) not in found]
+
+
+def _place_of(words: str, module: nn.Module) -> tuple[str, str] | None:
+    """The path and the name of which ``naming`` made these words."""
+    path, _, name = words.removeprefix("the attribute ").strip("'").rpartition(".")
+    is_there = path in dict(module.named_modules()) and words == naming(path, name)
+    return (path, name) if is_there else None
 
 
 _WITHOUT_IT = (
@@ -207,7 +242,9 @@ def _laid_up_differently(
         return ""
     one, other = found
     for name in sorted(one.keys() | other.keys()):
-        if name not in one or name not in other or not _alike(one[name], other[name]):
+        if name in one and name in other and _alike(one[name], other[name]):
+            continue
+        if without_handed_on([name], copies(members[:1])[0], batches[0], device):
             return (
                 f"a first forward lays up {name}, and another one in another trial; there would "
                 "be one for all slots. Make it a buffer of the model."
