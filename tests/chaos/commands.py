@@ -104,6 +104,8 @@ def _do(words: Sequence[str]) -> None:
 class _fork_server:
     """Of a command: forked from it before it has a second thread."""
 
+    _code = -signal.SIGKILL
+
     def __init__(self, module: str, inherited: Sequence[int], environment) -> None:
         assert module == forkserver.__name__
         assert len(os.listdir("/proc/self/task")) == 1
@@ -114,9 +116,10 @@ class _fork_server:
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
 
-    def wait(self) -> None:
-        with suppress(ChildProcessError):
-            os.waitpid(self.pid, 0)
+    def wait(self) -> int:
+        with suppress(ChildProcessError):  # another thread has waited
+            self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self._code
 
 
 class _Reserve(_fork_server):
