@@ -51,10 +51,14 @@ DEEPEST = 4  # containers within containers
 
 
 class Habits(NamedTuple):
-    """Whether a schedule ``draws`` random numbers, and ``touches`` parameters or their state."""
+    """Whether a schedule ``draws`` random numbers, and ``touches`` parameters or their state.
+
+    ``freezes``: whether it names what has parameters trained, or not.
+    """
 
     draws: bool = False
     touches: bool = False
+    freezes: bool = False
 
 
 def habits_of(schedule: Any) -> Habits:
@@ -67,7 +71,8 @@ def habits_of(schedule: Any) -> Habits:
     kept = [value for member in each_schedule(schedule) for value in _values(member)]
     holds = _holds_tensors([*code, *kept])
     rest = not found.is_whole
-    return Habits(bool(found.names & DRAWING) or rest, touches or holds or rest)
+    freezes = bool(found.names & UNFREEZING)
+    return Habits(bool(found.names & DRAWING) or rest, touches or holds or rest, freezes)
 
 
 def unfreezes(recipe: Recipe, habits: Habits) -> bool:

@@ -228,7 +228,7 @@ class Warmup:
         (Restarts, Habits(touches=True)),
         (
             lambda o: torch.optim.lr_scheduler.ChainedScheduler([Busy(o), Freezes(o)]),
-            Habits(touches=True),
+            Habits(touches=True, freezes=True),
         ),
     ],
 )

@@ -357,6 +357,7 @@ class ReplicaMeasure:
     its pieces', weighted by rows; None where it cannot be computed so. ``problem`` says why the
     model cannot be divided over devices, if it cannot. ``steps_alike``: stepping shards of
     parameters gives the bits of stepping them whole. ``blocks`` are gathered one after another.
+    ``freezes``: the schedule's code may have parameters trained that were not, or the other way.
     """
 
     shard: ShardSpec
@@ -367,6 +368,7 @@ class ReplicaMeasure:
     problem: str
     steps_alike: bool
     blocks: int
+    freezes: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -122,7 +122,13 @@ class Replicating:
             measure=measure,
             layout=exact.layout,
             technique=technique,
-            why=(*self._why(asked, found, exact, speeds), *mean, *measure.notes, measure.data),
+            why=(
+                *self._why(asked, found, exact, speeds),
+                *mean,
+                *(_why_it_may_end(technique) if replica.freezes else ()),
+                *measure.notes,
+                measure.data,
+            ),
             active=1,
             replicated=found,
         )
@@ -246,6 +252,15 @@ class Replicating:
             f"{format_bytes(found.need.unit)} inside a step. {out}or use technique='spilled' or "
             "'pipelined'."
         )
+
+
+def _why_it_may_end(technique: DataParallel) -> tuple[str, ...]:
+    what = "freezes or unfreezes" if technique.shard else "unfreezes"
+    return (
+        f"its schedule's code names requires_grad: where it {what} a parameter the trial fails at "
+        "the next step, since replicas reduce the gradients of what was trained when they were "
+        "made. On one device it may",
+    )
 
 
 def _head(trial: TrialSpec, asked: DataParallel) -> str:

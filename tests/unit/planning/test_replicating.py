@@ -7,6 +7,7 @@ import staging
 import traps
 import twins
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 import shoal
 from shoal import DataParallel
@@ -190,6 +191,22 @@ def test_a_loss_that_is_nearly_a_mean_is_said(plan):
 
 
 @pytest.mark.full
+class Unfreezes(LambdaLR):
+    def step(self):
+        super().step()
+        if self.last_epoch == 3:
+            for parameter in self.optimizer.param_groups[0]["params"]:
+                parameter.requires_grad_(True)
+
+
+def test_a_schedule_that_may_unfreeze_is_said_to_end_the_trial_then(plan):
+    def schedule(optimizer, hp):
+        return Unfreezes(optimizer, lambda step: 1.0)
+
+    words = plan(twins.recipe(schedule=schedule), DDP).explain()
+    assert "its schedule's code names requires_grad: where it unfreezes a parameter the" in words
+
+
 def test_compiled_models_are_refused(plan):
     import torch
 

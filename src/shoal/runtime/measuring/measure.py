@@ -368,6 +368,7 @@ class Measurer:
 
         kind = Probe(self._recipe, trial, self._here, width=width, shard=shard)
         replica = kind.measure(self._built.model, self._built.batch, self._built.valid, alone)
+        replica = replace(replica, freezes=self._built.habits.freezes)
         return replace(whole, measure=replace(whole.measure, replica=replica))
 
     # -- cut ------------------------------------------------------------------------------
