@@ -58,6 +58,20 @@ class CountsInGroups(torch.optim.SGD):
         return super().step(closure)
 
 
+class LooksAhead(torch.optim.SGD):
+    """Keeps slow copies in a list, in the order of all parameters."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, lr)
+        self.slow = [p.detach().clone() for p in parameters]
+
+    def step(self, closure=None):
+        super().step(closure)
+        with torch.no_grad():
+            for fast, slow in zip(self.param_groups[0]["params"], self.slow, strict=False):
+                fast.copy_(slow.lerp_(fast, 0.5))
+
+
 def shrunk(parameters, lr):
     """A hook of which every shard would have its own."""
     parameters = list(parameters)
@@ -99,6 +113,7 @@ def test_one_that_needs_all_of_a_layer_steps_layers_apart(kind):
         (OfAll, "optimizer OfAll couples"),
         (Counts, "keeps 'calls'"),
         (CountsInGroups, "changes 'count'"),
+        (LooksAhead, "optimizer LooksAhead cannot step the parameters of a shard by themselves"),
         (shrunk, "SGD, with the step hook 'shrunk.<locals>.to_one_norm', couples"),
     ],
 )

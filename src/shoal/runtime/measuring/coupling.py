@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from shoal.core.spec import HyperParameters, TrialSpec
 from shoal.core.units import Bytes
+from shoal.fusion.fused import first_line
 from shoal.kernelstep import steps_as_its_class
 from shoal.memory.layout import TrialLayout
 from shoal.optimizers import build_optimizer_of
@@ -68,7 +69,18 @@ def coupling_of(
         return _stepped(recipe, trial, parts)
 
     together = step(all_at_once)
-    by_layer = step(layers)
+    try:
+        by_layer = step(layers)
+    except MemoryError:
+        raise
+    except Exception as error:  # all at once they can be stepped
+        text = first_line(error).removesuffix(".")
+        return Coupling(
+            f"the optimizer {together.kind} cannot step the parameters of a shard by themselves: "
+            f"{type(error).__name__}: {text}. What it keeps of parameters belongs in its "
+            "state[parameter], where each shard finds its own",
+            by_tensor=False,
+        )
     if by_layer.kept:
         return Coupling(
             f"the optimizer {by_layer.kind} keeps {by_layer.kept!r} beside its state, and each "

@@ -16,7 +16,7 @@ from shoal.fusion.likeness import copies
 from shoal.fusion.loop import lone_pass
 from shoal.kernelstep import step_whole
 from shoal.ownstep import OwnStep, own_evaluation
-from shoal.recipe import evaluate_metrics, to_device
+from shoal.recipe import evaluate_metrics, tensors_of, to_device
 from shoal.runtime.capture.captured import PROOFS, CapturedUnits
 from shoal.runtime.capture.captures import Captures
 from shoal.runtime.measuring.meter import Meter
@@ -130,7 +130,21 @@ def one_that_can(
             if is_out_of_memory(error):
                 return None
             failure = error
-    raise Declined(f"none of the trials can do a step: {type(failure).__name__}: {failure}")
+    words = f"none of the trials can do a step: {type(failure).__name__}: {failure}"
+    if meter.device.type != "cpu" and (name := _left_on_host(members[0].optimizer)):
+        words = (
+            f"the optimizer {type(members[0].optimizer).__name__} keeps {name!r}, made of weights "
+            f"while they were in host memory, and an array's are on {meter.device}: {words}. What "
+            "it keeps in its state[parameter] goes with them"
+        )
+    raise Declined(words)
+
+
+def _left_on_host(optimizer: torch.optim.Optimizer) -> str:
+    """An attribute with tensors that are no part of the optimizer's state; empty without any."""
+    known = {"state", "param_groups", "defaults"}
+    kept = {name: value for name, value in vars(optimizer).items() if name not in known}
+    return next((n for n, v in kept.items() if any(t.dim() for t in tensors_of([v]))), "")
 
 
 def _placed(member: Member, steps: Sequence[Sequence[Any]], valid: Any, meter: Meter) -> LoneTrial:
