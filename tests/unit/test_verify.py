@@ -35,6 +35,7 @@ from shoal.recipe import Recipe
 from shoal.testing import PlainResult, plain_loop
 from shoal.ui.failures import ExitCode
 from shoal.ui.verify import verify_study
+from shoal.verify.mainblock import main_note
 
 STEPS = 5
 NUMERICS = {"threads": 1, "device": "cpu", "torch": torch.__version__, "accumulate": 1}
@@ -627,3 +628,41 @@ def test_nothing_to_compare_is_bad_usage(recorded: _Study) -> None:
 def test_no_number_of_trials_is_bad_usage(recorded: _Study) -> None:
     with pytest.raises(SpecError, match=r"verify at least one trial, got --trials 0"):
         verify_study(str(recorded.place), recorded.place, count=0)
+
+
+PATCHED = """
+import os
+import mine
+from torch import nn
+
+mine.here = None  # shoal does that too
+
+if __name__ == "__main__":
+    made = nn.Linear(2, 2)
+    made.bias = None
+    nn.GELU.forward = made
+    setattr(mine, "scale", made)
+    mine.TABLE["gelu"] += 1
+"""
+
+
+def test_what_a_file_replaces_under_main_is_said_of_a_trial_that_differs(
+    study: _Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``python FILE.py`` trained with it; a command that imports the file does not."""
+    file = tmp_path / "patched.py"
+    file.write_text(PATCHED)
+    words = main_note(f"{file}:study")
+    assert (
+        "nn.GELU.forward (line 11), mine.scale (line 12), mine.TABLE['gelu'] (line 13), and"
+        in (words)
+    )
+    rows = [row for row in Snapshot.of(read_events(study.place)).trials if row.number == 2]
+    for recipe, notes in ((replace(RECIPE, loss=_twice), [words]), (RECIPE, [])):
+        monkeypatch.setattr(
+            shoal.verify.compare, "recorded_recipe", lambda *_, it=recipe: (it, False)
+        )
+        (verdict,) = verify.verify_trials(study.place, rows, file=f"{file}:study")
+        assert [note for note in verdict.notes if "__main__" in note] == notes
+    file.write_text(PATCHED.replace("__main__", "elsewhere"))
+    assert main_note(str(file)) == main_note("a.module:study") == ""

@@ -34,6 +34,7 @@ from shoal.schedules import schedule_numerics
 from shoal.testing import PlainResult, PlainTrial, compare, plain_population
 from shoal.verify.best import as_of, best_of, keeps_best, step_of
 from shoal.verify.choose import skip_reason, warm_clones, with_two_recipes, without_state
+from shoal.verify.mainblock import main_note
 from shoal.verify.record import Curve, read_curve, recorded_recipe
 
 UNSTEADY = (
@@ -110,6 +111,9 @@ def verify_trials(
         if not is_given and (changed := changed_since(place, recipe, number)):
             words = f"{changed_words(changed)}: --file FILE.py[:STUDY]"
             verdict = replace(verdict, notes=(words, *verdict.notes))
+        differs = verdict.first_difference or verdict.failure
+        if differs and not is_given and (words := main_note(file or snapshot.source)):
+            verdict = replace(verdict, notes=(*verdict.notes, words))
         yield verdict
 
 
