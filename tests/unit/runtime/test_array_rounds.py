@@ -5,7 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from shoal.core.errors import CapacityError
 from shoal.runtime.arrays.seat import STEP_BATCHES, ArraySeat
 from shoal.runtime.session import Session
 
@@ -93,3 +95,30 @@ def test_nobody_waits_for_more_steps_than_an_evaluation_is_worth(behind):
 def test_one_is_not_held_for_good_by_trials_that_are_always_near():
     seat = run([1, 0], every=3, valid=30)
     assert seat.steps[0] > 3
+
+
+class Outgrown(Seat):
+    """Its step takes 4 KiB, of a device that has no more than was planned."""
+
+    unit_bytes, held_bytes, peak_bytes = 1024, 0, 0
+    place, _array, _largest, _track = SimpleNamespace(kind="eager"), None, {}, False
+    _device = SimpleNamespace(spec=SimpleNamespace(name="cpu:0"))
+
+    def _computed(self, work, what, some):
+        return torch.ones(1024)
+
+    def _state_among(self, tracker):
+        return 0
+
+    def _room(self):
+        raise CapacityError("cannot reserve 4.0 KiB on cpu:0 for 'the running unit'")
+
+
+def test_a_step_that_has_no_room_says_what_it_took_and_what_was_planned():
+    words = (
+        r"^a step of an array of 2 allocated 4\.0 KiB on cpu:0, 1\.0 KiB were reserved for "
+        r"it, and there is no room for the rest.*the largest.*Cannot reserve"
+    )
+    seat = Outgrown([0, 0], every=1, valid=1)
+    with pytest.raises(CapacityError, match=words):
+        seat._counted(lambda: None, [[torch.ones(3)] * 2], "training", list(seat.seated.values()))

@@ -50,6 +50,7 @@ from shoal.runtime.arrays.spilled import SpilledArray
 from shoal.runtime.binding import is_stored, place_on_host
 from shoal.runtime.measuring.firstbatches import first_batch
 from shoal.runtime.messages import LeaseOver
+from shoal.runtime.outgrown import outgrown
 from shoal.runtime.saving import checkpoint
 from shoal.runtime.score import is_sampled
 from shoal.runtime.session import Session
@@ -483,8 +484,14 @@ class ArraySeat:
         more = tracker.peak_bytes - self._state_among(tracker)
         self.peak_bytes = max(self.peak_bytes, self.held_bytes + more)
         if more > self.unit_bytes:
-            self.unit_bytes = Bytes(more)
-            self._room()
+            reserved, self.unit_bytes = Bytes(self.unit_bytes), Bytes(more)
+            try:
+                self._room()
+            except CapacityError as error:
+                kind, device = "a step" if trains else "an evaluation", self._device.spec.name
+                whose = f"{kind} of an array of {len(some)}"
+                words = outgrown(whose, device, self.unit_bytes, reserved, error)
+                raise CapacityError(words) from None
         return result
 
     def _counted_by_units(self, work: Callable[[], Any], array: SpilledArray, what: str) -> Any:
