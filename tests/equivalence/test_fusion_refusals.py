@@ -12,6 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from shoal.fusion import Array, Declined, LoopBackend, Member, dry_run
+from shoal.fusion.fused import StackedBackend
+from shoal.fusion.traced import TracedBackend
 from shoal.recipe import Recipe
 from shoal.rng import capture_rng
 from shoal.testing import array_loop
@@ -61,6 +63,11 @@ def assigns(net, x):
 
 def writes(net, x):
     net.seen.mul_(0.9).add_(x.detach().mean(0))
+    return x + net.seen
+
+
+def writes_memory(net, x):
+    net.seen.data.mul_(0.9).add_(x.detach().mean(0))
     return x + net.seen
 
 
@@ -130,17 +137,18 @@ def test_what_is_declined_trains_slot_by_slot_all_the_same(odd):
         assert all(torch.equal(found[k], t) for k, t in member.module.state_dict().items())
 
 
-@pytest.mark.parametrize("odd", [assigns, writes])
-def test_a_buffer_that_a_forward_assigns_or_writes_is_each_slots_own(odd):
+@pytest.mark.parametrize("backend", [StackedBackend, TracedBackend])
+@pytest.mark.parametrize("odd", [assigns, writes, writes_memory])
+def test_a_buffer_that_a_forward_assigns_or_writes_is_each_slots_own(odd, backend):
     made, lone = members(odd), members(odd)
     assert dry_run(made, batches()) == ""
-    array = Array(made)
+    array = Array(made, backend=backend())
 
-    for _ in range(3):
+    for _ in range(4):
         array.step(batches())
 
     for slot, (member, batch) in enumerate(zip(lone, batches(), strict=True)):
-        for _ in range(3):
+        for _ in range(4):
             member.optimizer.zero_grad()
             mean(member.module(batch), batch).backward()
             member.optimizer.step()

@@ -249,6 +249,7 @@ ROWS_OF = {  # what: (operation with the rule, module of a slot, shape of its in
         lambda s: nn.Sequential(Fn(_derived, 6), nn.Linear(6, 6)),
         ROWS,
     ),
+    "memory by itself": (Tensor.data.__get__, lambda s: Fn(lambda x, w: x * w + w.data, 6), ROWS),
     "weighted classes": (torch._C._nn.nll_loss_nd, lambda s: Fn(weighted, 3), (4, 3)),
 }
 UNRULED = {  # without a rule: torch's batching, or slot by slot

@@ -1,0 +1,23 @@
+"""A tensor's memory by itself: what code writes there is to reach each slot's row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from shoal.fusion.level import plainly
+from shoal.fusion.slots import Slots
+
+
+def data(slots: Slots, tensor: Tensor) -> Any:
+    """``tensor.data``: the same memory, without gradients and with versions of its own.
+
+    Torch's batching refuses it, and slot by slot it would be a copy, in which writes get lost.
+    """
+    if not slots.level.is_innermost or not slots.level.is_slotted(tensor):
+        return NotImplemented
+    inside, dim = slots.level.open(tensor)
+    with plainly():
+        alias = inside.data
+    return slots.slotted(alias, dim or 0)
