@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 import sysconfig
 import traceback
+from types import FrameType
 from typing import Any
 
 from shoal.core.errors import CapacityError, PlanError, SpecError, StorageError, TrialError
@@ -87,6 +89,14 @@ def user_line(error: BaseException) -> str:
             found = f"{_near(filename)}:{frames.tb_lineno}"
         frames = frames.tb_next
     return found
+
+
+def line_now() -> str:
+    """The innermost line of the user's that is running, as ``user_line`` has it, or nothing."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return f"{_near(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else ""
 
 
 def line_of(function: Any) -> str:

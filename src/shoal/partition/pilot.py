@@ -38,10 +38,14 @@ class PilotReport:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What a run left behind: tensors by what they are, and the random state."""
+    """What a run left behind: tensors by what they are, and the random state.
+
+    ``kept``: the attributes in which modules have what a forward computed with a gradient.
+    """
 
     tensors: Mapping[str, Tensor]
     rng: RngState
+    kept: tuple[str, ...] = ()
 
 
 def pilot(model: nn.Module, recipe: Recipe, batch: Batch, device: torch.device) -> PilotReport:
@@ -159,7 +163,7 @@ def _require_equal(chain: Chain, plain: _Outcome, sharded: _Outcome) -> None:
         raise NotCuttable(
             f"sharded training would not equal plain training: {name} differs by "
             f"{_distance(plain, sharded, name):.1e} ({len(different)} of {len(plain.tensors)} "
-            f"tensors differ){_likely_cause(chain, different)}"
+            f"tensors differ){_likely_cause(chain, plain, different)}"
         )
 
 
@@ -175,12 +179,17 @@ def _require_same_again(chain: Chain, batch: Batch, plain: _Outcome) -> None:
         )
 
 
-def _likely_cause(chain: Chain, different: list[str]) -> str:
+def _likely_cause(chain: Chain, plain: _Outcome, different: list[str]) -> str:
     layers = range(chain.num_layers)
-    shared = {name for layer in layers for name in chain.borrowed_by(layer)}
-    blamed = sorted(name for name in shared if f"the gradient of {name!r}" in different)
-    if blamed:
+    shared = sorted({name for layer in layers for name in chain.borrowed_by(layer)})
+    blamed = [name for name in shared if f"the gradient of {name!r}" in different]
+    if len(blamed) == len(different):  # nothing else is another one
         return f"; the weight {blamed[0]!r} is used in several layers"
+    if plain.kept:
+        return (
+            f"; a forward keeps what it computed in the attribute {plain.kept[0]!r}, and what a "
+            "block returns is all that is handed on to other layers and the loss: have it returned"
+        )
     return _written_between(chain) or (
         "; something passes between the layers that is neither an argument of a block nor its "
         "output, for example a skip from before the blocks to after them"
@@ -249,7 +258,18 @@ def _outcome(model: nn.Module, loss: Tensor, watch: BufferWatch, device: torch.d
             tensors[f"the gradient of {name!r}"] = parameter.grad
     for name in sorted(watch.changed()):
         tensors[f"the buffer {name!r}"] = model.get_buffer(name).clone()
-    return _Outcome(tensors, capture_rng(device))
+    return _Outcome(tensors, capture_rng(device), _kept_with_gradients(model))
+
+
+def _kept_with_gradients(model: nn.Module) -> tuple[str, ...]:
+    """What modules have as attributes that goes back to their parameters, by its name."""
+    return tuple(
+        f"{path}.{key}" if path else key
+        for path, module in model.named_modules()
+        for key, value in (*vars(module).items(), *module._buffers.items())
+        if isinstance(value, Tensor) and value.grad_fn is not None
+        if not {f"{key}_g", f"{key}_orig"} & module._parameters.keys()  # of torch's old norms
+    )
 
 
 def _evaluations(chain: Chain, batch: Batch) -> list[tuple[_Outcome, _Outcome]]:

@@ -104,6 +104,7 @@ def _require_blind(seen: Seen) -> None:
             raise NotCuttable(
                 "the forward reads a value of the output of block "
                 f"{seen.blocks[max(looked)].name!r} between blocks"
+                f"{f', at {gap.line}' if gap.line else ''}, and may choose by it which comes next"
             )
         if CHANCE in gap.looked_at and (position or seen.skipped):
             raise NotCuttable(

@@ -38,6 +38,7 @@ class Gap:
 
     read: frozenset[Source] = frozenset()
     looked_at: frozenset[Source] = frozenset()
+    line: str = ""  # of the user's code, where it looked at a block's output
     buffers: frozenset[str] = frozenset()  # those that it changed
     modules: list[tuple[str, nn.Module]] = field(default_factory=list)
     made: set[Wire] = field(default_factory=set)
@@ -319,6 +320,7 @@ class Spy:
         gap, taint = self.seen.gaps[-1], self._taint
         gap.read, gap.looked_at = frozenset(taint.read), frozenset(taint.looked_at)
         taint.read.clear()
+        gap.line, taint.line = taint.line, ""
         taint.looked_at.clear()
         gap.changed = [storage_key(tensor) for tensor in self._names.changed()]
         gap.buffers = frozenset(self._outer_buffers.changed())

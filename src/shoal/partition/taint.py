@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.dispatched import run_operation
+from shoal.frames import line_now
 from shoal.partition.wires import Wire, storage_key, tensors_in
 
 _READS = ("aten::_local_scalar_dense", "aten::item", "aten::equal", "aten::is_nonzero")
@@ -52,8 +53,8 @@ class Taint(TorchDispatchMode):
     A parameter's source is its name. A tensor that is given a wire's name has that wire for
     its source from then on, and the blocks it goes back to. ``read`` and ``looked_at`` are
     the sources of what the operators read and of what reached Python, since they were last
-    taken; nothing is noted while ``paused``, as inside blocks. ``position`` is the next block's.
-    Nothing is kept alive.
+    taken, ``line`` where a block's output first did so; nothing is noted while ``paused``, as
+    inside blocks. ``position`` is the next block's. Nothing is kept alive.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -62,6 +63,7 @@ class Taint(TorchDispatchMode):
         self.position = 0
         self.read: set[Source] = set()
         self.looked_at: set[Source] = set()
+        self.line = ""
         self._exactly: dict[int, _Known] = {}
         self._by_storage: dict[int, Sources] = {}
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -95,6 +97,8 @@ class Taint(TorchDispatchMode):
         self.read |= sources
         if func.name() in _READS:
             self.looked_at |= sources
+            if not self.line and any(isinstance(s, BlockOutput) for s in sources):
+                self.line = line_now()
         output = run_operation(func, args, kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
             sources |= {CHANCE}
