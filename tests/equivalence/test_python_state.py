@@ -129,6 +129,22 @@ class Averaging(torch.optim.SGD):
         return super().step()
 
 
+class Wrapping(torch.optim.Optimizer):
+    """Steps by another one, as SAM does, which has a state of its own."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {"lr": lr})
+        self.inner = torch.optim.SGD(self.param_groups, lr=lr, momentum=0.9)
+        self.param_groups = self.inner.param_groups
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+def wrapping(named, hp):
+    return Wrapping([p for _, p in named], lr=hp["lr"])
+
+
 def averaging(named, hp):
     return Averaging([p for _, p in named], lr=hp["lr"])
 
@@ -396,6 +412,7 @@ ATTRIBUTES = {
     "counts and objects": recipe(Annealed),
     "generators": recipe(OwnNoise),
     "an optimizer's own": recipe(Plain, optimizer=averaging),
+    "an optimizer within another": recipe(Plain, optimizer=wrapping),
     "a hook's": recipe(Plain, optimizer=hooked),
     "a schedule's closure": recipe(Plain, schedule=closing),
     "several names": recipe(Switching),

@@ -18,14 +18,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shoal.pystate.packing import Giving, Known, Unkept, pack
-from shoal.pystate.parts import Shown, hidden_of, hooks, hooks_of
+from shoal.pystate.parts import STEPPED, Shown, hidden_of, hooks, hooks_of
 from shoal.pystate.values import NOTHING, Look, Note, look_at
 from shoal.schedules import each_schedule, kept_of_model
 from shoal.several import members_of
 from shoal.spelled import is_library
-
-STEPPED = frozenset(("state", "param_groups", "defaults", "step"))  # a schedule wraps the last
-"""An optimizer's attributes that are looked after elsewhere."""
 
 SCHEDULE = "the schedule"
 VALUES = 20_000

@@ -25,6 +25,8 @@ SPACES = (
 """Of the standard library what is looked into like objects of the user's."""
 TENSORS = frozenset(("_parameters", "_buffers", "_modules", "training"))
 RECURRENT = frozenset(("_flat_weights", "_flat_weight_refs"))  # lists of a layer's own parameters
+STEPPED = frozenset(("state", "param_groups", "defaults", "step"))  # a schedule wraps the last
+"""An optimizer's attributes that are looked after in other ways."""
 Parts = MutableMapping[str, Any]
 
 
@@ -38,6 +40,8 @@ def parts_of(value: Any) -> Parts | None:
         return {"func": value.func, "args": value.args, "keywords": value.keywords}
     if isinstance(value, nn.Module):
         return _Module(value)
+    if isinstance(value, torch.optim.Optimizer):
+        return _Optimizer(value)
     if isinstance(value, type | types.ModuleType):
         return None
     kind = type(value)
@@ -231,6 +235,51 @@ class _Module(_Named):
         path, space, name = name.rpartition(" ")
         if space and path in self._shown:
             del self._shown[path][name]
+
+
+class _Optimizer(_Named):
+    """An optimizer that another one steps with, as SAM and Lookahead do.
+
+    ``state N`` is what it has of its Nth parameter, ``group N NAME`` an option of a group; and
+    attributes, of the user's own.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        groups, kind = optimizer.param_groups, type(optimizer)
+        every = [parameter for group in groups for parameter in group["params"]]
+        self._state = optimizer.state
+        self._parameters = {f"state {number}": one for number, one in enumerate(every)}
+        self._groups = {f"group {number}": group for number, group in enumerate(groups)}
+        attributes = {} if is_library(kind) else _attributes_of(optimizer)
+        self._shown = Shown(attributes, STEPPED | hooks())
+
+    def __iter__(self) -> Iterator[str]:
+        yield from (name for name, one in self._parameters.items() if one in self._state)
+        for where, group in self._groups.items():
+            yield from (f"{where} {name}" for name in group if name != "params")
+        yield from self._shown
+
+    def __getitem__(self, name: str) -> Any:
+        holder, key = self._place(name)
+        if key not in holder:  # a state makes what is asked for
+            raise KeyError(name)
+        return holder[key]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        holder, key = self._place(name)
+        holder[key] = value
+
+    def __delitem__(self, name: str) -> None:
+        holder, key = self._place(name)
+        del holder[key]
+
+    def _place(self, name: str) -> tuple[MutableMapping[Any, Any], Any]:
+        if name in self._parameters:
+            return self._state, self._parameters[name]
+        where = " ".join(name.split(" ")[:2])
+        if where in self._groups:
+            return self._groups[where], name[len(where) + 1 :]
+        return self._shown, name
 
 
 class Shown(_Named):

@@ -56,6 +56,14 @@ def decorated():
     decorated.__wrapped__.calls = getattr(decorated.__wrapped__, "calls", 0) + 1
 
 
+def stepping():
+    """As SAM has one within."""
+    parameters = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    return torch.optim.Adam([{"params": [one]} for one in parameters])
+
+
 def grow(value, name, item):
     setattr(value, name, item)
 
@@ -90,6 +98,8 @@ CHANGES = {
     "numpy's number": (lambda: np.float32(1), None, np.float32(2)),
     "module's attribute": (Counted, lambda v: grow(v, "calls", 2), None),
     "module": (lambda: nn.Linear(2, 2), lambda v: nn.init.ones_(v.weight), None),
+    "optimizer": (stepping, lambda v: v.step(), None),
+    "optimizer's option": (stepping, lambda v: v.param_groups[1].update(lr=0.5), None),
 }
 
 
