@@ -195,9 +195,17 @@ def watching(recipe: Recipe) -> Iterator[Ambient]:
         _active.remove(ambient)
 
 
+class Hollow(Exception):
+    """What was made without memory is in a global, where other code would look for it."""
+
+
 @contextmanager
 def tried() -> Iterator[None]:
-    """What is made inside may fail, or have no memory: then it leaves nothing in globals."""
+    """What is made inside may fail, or have no memory: then it leaves nothing in globals.
+
+    Raises:
+        Hollow: it left there what has no memory.
+    """
     before = _Before()
     try:
         yield
@@ -206,6 +214,7 @@ def tried() -> Iterator[None]:
         raise
     if any(_is_hollow(n) for notes in before.making.take().values() for n in notes.values()):
         before.undo()
+        raise Hollow
 
 
 def _is_hollow(note: Note) -> bool:

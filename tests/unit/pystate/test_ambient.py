@@ -13,7 +13,7 @@ import shoal
 from shoal.core.errors import TrialError
 from shoal.core.spec import TrialSpec
 from shoal.pystate import Ambient
-from shoal.pystate.ambient import tried, watch
+from shoal.pystate.ambient import Hollow, tried, watch
 from shoal.runtime.measuring.describe import describe
 from shoal.runtime.messages import Describe
 
@@ -202,13 +202,32 @@ def test_what_fails_without_memory_leaves_nothing(ambient):
 
 def test_what_has_no_memory_is_not_left_in_a_global_and_what_has_is(ambient):
     watch(shoal.Recipe(model=model, data=data, loss=loss))
-    with tried():
+    with pytest.raises(Hollow), tried():
         CACHE["net"], SETTINGS["scale"] = nn.Linear(2, 2, device="meta"), 4
     assert not CACHE
     assert SETTINGS["scale"] == 1
     with tried():
         SETTINGS["scale"] = 4
     assert SETTINGS["scale"] == 4
+
+
+def cached(hp):
+    CACHE["net"] = nn.Linear(2, 2)
+    return CACHE["net"]
+
+
+def of_the_cached(named, hp):
+    return torch.optim.SGD(CACHE["net"].parameters(), lr=0.1)
+
+
+def test_an_optimizer_may_find_the_model_in_a_global(ambient):
+    def batches(hp):
+        return [torch.ones(1, 2)], None
+
+    recipe = shoal.Recipe(model=cached, data=batches, loss=loss, optimizer=of_the_cached)
+    watch(recipe)
+    order = Describe((TrialSpec(number=0, hp={}, seed=0),))
+    assert not describe(recipe, order, lambda trial: None).errors
 
 
 def test_code_that_came_by_value_has_globals_beside_those_of_its_module():

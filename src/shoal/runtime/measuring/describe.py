@@ -242,6 +242,7 @@ def _skeleton(recipe: Recipe, hp: HyperParameters, seed: int) -> nn.Module:
 def hollow_model(recipe: Recipe, hp: HyperParameters, seed: int) -> nn.Module | None:
     """The model without memory; None where it cannot be built so. Leaves random state changed.
 
+    Nor can one that is left in a global, where the optimizer's factory may look for it.
     What it warns of is said when it is built with memory: of weights that are loaded here torch
     says that they are not.
     """
