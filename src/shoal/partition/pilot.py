@@ -256,7 +256,7 @@ def _outcome(model: nn.Module, loss: Tensor, watch: BufferWatch, device: torch.d
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             tensors[f"the gradient of {name!r}"] = parameter.grad
-    for name in sorted(watch.changed()):
+    for name in sorted(watch.have_other_values()):
         tensors[f"the buffer {name!r}"] = model.get_buffer(name).clone()
     return _Outcome(tensors, capture_rng(device), _kept_with_gradients(model))
 

@@ -170,6 +170,14 @@ class BufferWatch:
         """Names of the buffers that differ from how they were at the start."""
         return {name for name, buffer in self._buffers() if self._differs(name, buffer)}
 
+    def have_other_values(self) -> set[str]:
+        """Names of those that hold something else, and not merely the same once more."""
+        return {
+            name
+            for name, buffer in self._buffers()
+            if name not in self._before or not same_values(buffer, self._before[name][2])
+        }
+
     def added(self) -> set[str]:
         """Names of the buffers that were not there at the start."""
         return {name for name, _ in self._buffers()} - set(self._before)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from shoal.partition.callsheet import CallSheet, Part, Reads, output_wires
 from shoal.partition.discover import NotCuttable
@@ -169,12 +170,26 @@ def _changes(sections: Sections, seen: Seen) -> Iterator[tuple[int, int, str]]:
 def _changing_buffers(
     model: nn.Module, sections: Sections, seen: Seen
 ) -> dict[int, tuple[str, ...]]:
-    """The buffers that the forward changed, by the layers that change or share them."""
+    """The buffers that a forward changes, by the layers that change or share them."""
     by_layer: dict[int, set[str]] = {}
-    for name in seen.buffers:
+    for name in seen.buffers | _statistics(model):
         for layer in _layers_of_buffer(model, name, sections, seen):
             by_layer.setdefault(layer, set()).add(name)
     return {layer: tuple(sorted(names)) for layer, names in by_layer.items()}
+
+
+def _statistics(model: nn.Module) -> set[str]:
+    """Those of norms: blocks may pass them over in one forward and not in others.
+
+    As stochastic depth does, by a random number of the block's own.
+    """
+    return {
+        f"{path}.{key}" if path else key
+        for path, module in model.named_modules()
+        if isinstance(module, _NormBase) and module.training
+        for key, buffer in module._buffers.items()
+        if buffer is not None
+    }
 
 
 def _layers_of_buffer(model: nn.Module, name: str, sections: Sections, seen: Seen) -> set[int]:

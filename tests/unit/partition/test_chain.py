@@ -446,6 +446,24 @@ class Dropping(GPT):
         return self.head(x)
 
 
+class Passing(nn.Module):
+    """Some forwards pass its norm over, as stochastic depth does."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x):
+        return x if x.amax() > 50 else x + self.norm(x)
+
+
+def test_a_norm_that_the_first_forward_passed_over_counts_each_batch_once(assert_bitwise):
+    model = nn.Sequential(nn.Linear(6, 6), Passing(), nn.Linear(6, 6), Passing(), nn.Linear(6, 5))
+    labels = torch.randint(0, 5, (4,))
+
+    assert_bitwise(model, [(torch.randn(4, 6) * 1000, labels), (torch.randn(4, 6), labels)])
+
+
 def test_a_forward_that_skips_a_block_is_refused_while_training(make_recipe, tokens):
     model, ids = Dropping(), tokens(2, 12)
     chain = build_chain(model, make_recipe(model, next_token), ids, CPU)
