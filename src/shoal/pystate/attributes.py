@@ -25,6 +25,7 @@ from shoal.several import members_of
 from shoal.spelled import is_library
 
 SCHEDULE = "the schedule"
+MODE = "whether it is in the model's mode"
 VALUES = 20_000
 """Values of one attribute that are looked at."""
 ROOM = 64 * 2**20
@@ -74,13 +75,13 @@ class Attributes:
     ) -> None:
         """Have what was built anew keep what was packed; what is not there is left out.
 
-        ``scheduled``: what the schedule keeps as well.
+        ``scheduled``: what the schedule keeps as well, and modes, which else begin anew.
         """
         holders, giving = dict(self._holders()), Giving(device, self._before, self.looked_after())
         for place, value in packed.items():
             holder, _, name = place.rpartition(": ")
             attributes = holders.get(holder)
-            if attributes is None or (holder.startswith(SCHEDULE) and not scheduled):
+            if attributes is None or (holder.startswith((SCHEDULE, MODE)) and not scheduled):
                 continue
             with suppress(Unkept):
                 attributes[name] = giving.give(value, attributes.get(name), (place,))
@@ -126,6 +127,7 @@ class Attributes:
         for path, parameter in self._model.named_parameters():
             yield from _hooks(f"parameter {path!r}", parameter)
         yield "whether it is trained", _Flags(self._model)
+        yield MODE, _Modes(self._model)
         for number, optimizer in enumerate(self._optimizers()):
             where = f"optimizer {number}" if number else "the optimizer"
             yield where, _ShownOf(optimizer, STEPPED | hooks(), is_torchs=False)
@@ -182,6 +184,28 @@ class _Flags(MutableMapping[str, Any]):
 
     def __delitem__(self, name: str) -> None:
         raise TypeError("a parameter is trained or not")
+
+
+class _Modes(MutableMapping[str, Any]):
+    """Which modules are in the mode of the whole, training or evaluation, by name."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._modules = model, dict(model.named_modules())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._modules)
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __getitem__(self, name: str) -> bool:
+        return self._modules[name].training is self._model.training
+
+    def __setitem__(self, name: str, value: bool) -> None:
+        self._modules[name].training = self._model.training is value
+
+    def __delitem__(self, name: str) -> None:
+        raise TypeError("a module is in one mode or the other")
 
 
 def _functions(schedule: Any) -> dict[str, Any]:
