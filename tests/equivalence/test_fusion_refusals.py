@@ -10,6 +10,7 @@ import torch
 from companies import member_of
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize, prune
 
 from shoal.fusion import Array, Declined, LoopBackend, Member, dry_run
 from shoal.fusion.fused import StackedBackend
@@ -400,6 +401,24 @@ def test_a_norm_that_a_hook_makes_is_declined_with_the_one_that_an_array_takes(n
     )
     assert words.endswith(f"Use torch.nn.utils.parametrizations.{name}, which an array takes.")
     assert dry_run(normed(getattr(nn.utils.parametrizations, name))[1], batches()) == ""
+
+
+class Mask(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.eye(4))
+
+    def forward(self, weight):
+        return weight * self.mask
+
+
+def test_a_mask_that_a_hook_multiplies_by_is_declined_with_what_an_array_takes():
+    _, made = normed(lambda layer: prune.random_unstructured(layer, "weight", amount=0.2))
+    words = dry_run(made, batches())
+    assert words.startswith("torch.nn.utils.prune keeps '2.weight' as an attribute that its hook")
+    assert words.endswith("multiplies by the mask, a buffer of its own, which an array takes.")
+    masked = normed(lambda layer: parametrize.register_parametrization(layer, "weight", Mask()))
+    assert dry_run(masked[1], batches()) == ""
 
 
 @pytest.mark.parametrize("name", ["weight_norm", "spectral_norm"])
