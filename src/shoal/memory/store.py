@@ -269,8 +269,9 @@ def keep(name: str, place: torch.Tensor, buffer: torch.Tensor) -> None:
     if place.shape != buffer.shape:
         raise TrialError(
             f"the buffer {name!r} is {list(buffer.shape)}, and was {list(place.shape)} when the "
-            "trial was measured: a forward registers another one. Register it where the model is "
-            "built, as large as it will be, or keep it as a plain attribute."
+            "trial was measured: a forward registers another one, or resizes it, as torch's "
+            "observers of channels do. Have it as large as it will be where the model is built: "
+            "run a forward there, or register it so; or keep it as a plain attribute."
         )
     place.copy_(buffer)
 

@@ -25,3 +25,8 @@ def test_a_host_without_room_for_what_waits_is_no_room_and_no_other_error(monkey
 def test_a_buffer_of_another_shape_is_no_content_of_its_place():
     with pytest.raises(TrialError, match=r"'table' is \[4\], and was \[3\] when the trial was"):
         keep("table", torch.zeros(3), torch.zeros(4))
+
+
+def test_a_buffer_that_a_forward_resizes_is_refused_with_what_to_do():
+    with pytest.raises(TrialError, match=r"'scale' is \[1\], and was \[24\].*run a forward there"):
+        keep("scale", torch.zeros(24), torch.ones(1))
