@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from shoal.partition.callsheet import CallSheet, Part, Reads, output_wires
@@ -76,7 +76,7 @@ def make_record(model: nn.Module, seen: Seen) -> Record:
             for source in gap.read
             if isinstance(source, str)
         ),
-        needs_grad=frozenset(w for w in sheet.last_reader if seen.made[w].requires_grad),
+        needs_grad=_needing_gradients(sections, seen, sheet),
         cloned=frozenset(_cloned(sections, seen, sheet)),
         changing_buffers=_changing_buffers(model, sections, seen),
         recomputes=any(
@@ -138,6 +138,33 @@ def _reads(sections: Sections, seen: Seen) -> Reads:
     return Reads(
         by_head=tuple(map(frozenset, by_head)), by_section=tuple(map(frozenset, by_section))
     )
+
+
+def _needing_gradients(sections: Sections, seen: Seen, sheet: CallSheet) -> frozenset[Wire]:
+    """The wires with a gradient in this forward, and those that have one in others.
+
+    A block with stochastic depth returns what it was given where it is passed over (``if
+    random.random() < p: return x``): that has no gradient where nothing before it is trained.
+    """
+    found = {wire for wire in sheet.last_reader if seen.made[wire].requires_grad}
+    passed: set[Wire] = set()
+    for layer in range(1, sections.num_layers - 1):
+        floats = {w for w in sheet.last_reader if w.layer == layer and _is_float(seen.made[w])}
+        section = sections.headed_by(layer)
+        if section is not None:
+            may = not passed.isdisjoint(sheet.reads.by_head[section])
+        else:
+            position = sections.position_of(layer)
+            trains = any(p.requires_grad for p in seen.blocks[position].module.parameters())
+            read = not (found | passed).isdisjoint(sheet.call(position).wires)
+            may = (trains or read) and found.isdisjoint(floats)
+        if may:
+            passed |= floats
+    return frozenset(found | passed)
+
+
+def _is_float(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _cloned(sections: Sections, seen: Seen, sheet: CallSheet) -> set[Wire]:

@@ -464,6 +464,29 @@ def test_a_norm_that_the_first_forward_passed_over_counts_each_batch_once(assert
     assert_bitwise(model, [(torch.randn(4, 6) * 1000, labels), (torch.randn(4, 6), labels)])
 
 
+class Halved(nn.Module):
+    """Halves what its blocks return, so that there are joints."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Passing() for _ in range(3))
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = 0.5 * block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("joints", [False, True])
+def test_blocks_that_the_first_forward_passed_over_are_trained_by_others(joints, assert_bitwise):
+    """Nothing before them has a gradient, and where they are passed over they make none."""
+    model = Halved() if joints else nn.Sequential(Passing(), Passing(), nn.Linear(6, 5))
+    labels = torch.randint(0, 5, (4,))
+
+    assert_bitwise(model, [(torch.randn(4, 6) * 1000, labels), (torch.randn(4, 6), labels)])
+
+
 def test_a_forward_that_skips_a_block_is_refused_while_training(make_recipe, tokens):
     model, ids = Dropping(), tokens(2, 12)
     chain = build_chain(model, make_recipe(model, next_token), ids, CPU)
