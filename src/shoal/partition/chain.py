@@ -23,6 +23,7 @@ from shoal.partition.callsheet import CallSheet, leaf_wires
 from shoal.partition.evaluated import may_stand_for
 from shoal.partition.glue import Skeleton, run_epilogue, run_head
 from shoal.partition.owners import AwayGuard, Owners
+from shoal.partition.preserve import Unwritten
 from shoal.partition.record import Record
 from shoal.partition.template import Constant, Shape, Template, flatten
 from shoal.partition.wires import Touch, Wire, Wires
@@ -116,6 +117,14 @@ class Chain:
     def changing_buffers(self, layer: int) -> tuple[str, ...]:
         """Names of the buffers that a training forward of ``layer`` changes."""
         return self.record.changing_buffers.get(layer, ())
+
+    def unwritten(self, start: int, stop: int) -> Unwritten:
+        """The buffers that no training forward of layers [start, stop) was seen to change."""
+        sections = self.skeleton.sections
+        layers = [at for at in range(start, stop) if sections.headed_by(at) is None]
+        blocks = (self.skeleton.blocks[sections.position_of(layer)] for layer in layers)
+        changing = {name for layer in layers for name in self.changing_buffers(layer)}
+        return Unwritten({block.name: block.module for block in blocks}, changing)
 
     def written_parameters(self, layer: int) -> tuple[str, ...]:
         """Names of the parameters of ``layer`` that a forward writes to, as max_norm does.

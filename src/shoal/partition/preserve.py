@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shoal.core.errors import TrialError
 from shoal.dispatched import run_operation
 from shoal.partition.wires import storage_key, tensors_in
 from shoal.rng import capture_rng, restore_rng
@@ -141,6 +142,50 @@ def write_buffers(model: nn.Module, values: Mapping[str, Tensor]) -> None:
     """
     for name, saved in values.items():
         _copy(model.get_buffer(name), saved)
+
+
+class Unwritten:
+    """The buffers of blocks of which nobody has copies, since no forward wrote to them so far.
+
+    A forward that runs again in the backward would write twice. Blocks that pass some of their
+    code over at first, as by a random number, may begin to write later.
+    """
+
+    def __init__(self, blocks: Mapping[str, nn.Module], but: Collection[str]) -> None:
+        self._places = [
+            (owner._buffers, key, name)
+            for block, module in blocks.items()
+            for path, owner in module.named_modules(prefix=block)
+            for key in owner._buffers
+            if (name := f"{path}.{key}") not in but
+        ]
+
+    @contextmanager
+    def required(self) -> Iterator[None]:
+        """A forward that will run again. One that makes a buffer of another size may: a cache.
+
+        Raises:
+            TrialError: it wrote to one of them.
+        """
+        before = [(b, b._version if b is not None else 0) for b in map(_held_in, self._places)]
+        yield
+        for place, (was, version) in zip(self._places, before, strict=True):
+            now = _held_in(place)
+            if was is None or now is None or (now is was and was._version == version):
+                continue
+            if now is was or (now.shape == was.shape and not same_values(now, was)):
+                raise TrialError(
+                    f"the forward wrote to the buffer {place[2]!r}, which it did not in the first "
+                    "forward, and the model is cut: a forward that runs again in the backward "
+                    "writes once more, and of this buffer there is no copy to begin from. Have "
+                    "each training forward write to it, also what it holds, or train this model "
+                    "unsharded."
+                )
+
+
+def _held_in(place: tuple[dict[str, Tensor | None], str, str]) -> Tensor | None:
+    buffers, key, _ = place
+    return buffers.get(key)
 
 
 def _copy(buffer: Tensor, values: Tensor) -> None:

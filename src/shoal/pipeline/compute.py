@@ -101,6 +101,7 @@ class StageCompute:
         on_loss: Callable[[Sequence[float]], None] = lambda losses: None,
     ) -> None:
         self._pipeline, self._chain, self._share = pipeline, chain, share
+        self._unwritten = chain.unwritten(share.start, share.stop)
         self._device = chain.device
         self._steps_before, self._on_loss = 0, on_loss
         self._weights, self._fetch, self._after_step = weights, fetch, after_step
@@ -275,7 +276,8 @@ class StageCompute:
                 made = dict(flight.held.made)
                 flight.held.made.clear()
             else:
-                made = run_forward(chain, flight.micro, share.start, share.stop, flight.wires)
+                with self._unwritten.required():
+                    made = run_forward(chain, flight.micro, share.start, share.stop, flight.wires)
         alive = flight.wires | made
         live = chain.live_wires(share.stop, flight.micro)
         flight.leaving = {wire: alive[wire] for wire in live}

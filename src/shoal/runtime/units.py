@@ -8,7 +8,7 @@ streams are in place when they are called.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -233,6 +233,7 @@ class ChainUnits:
             [name for layer in range(*span) for name in chain.changing_buffers(layer)]
             for span in spans
         ]
+        self._unwritten = [chain.unwritten(*span) for span in spans]
 
     def written(self, shard: int) -> Sequence[str]:
         return self._written[shard]
@@ -284,7 +285,8 @@ class ChainUnits:
                 micro.rng[shard] = capture_rng(self._device)
                 micro.buffers[shard] = read_buffers(self.chain.model, self._buffers[shard])
                 micro.written[shard] = self._read_written(shard)
-            micro.wires |= run_forward(self.chain, micro.context, start, stop, micro.wires)
+            with self._unwritten[shard].required() if goes_back else nullcontext():
+                micro.wires |= run_forward(self.chain, micro.context, start, stop, micro.wires)
         if not goes_back:
             self._keep(micro, [stop])
         return None
