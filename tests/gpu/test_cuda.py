@@ -24,6 +24,7 @@ from shoal.device.allocator import allocator_here, held_by_libraries
 from shoal.device.losses import Losses, readback_of
 from shoal.kernelchoice import repeatable
 from shoal.partition.track import AllocationTracker
+from shoal.runtime.binding import Binding
 from shoal.runtime.capture.captured import PROOFS
 from shoal.runtime.capture.captures import Captures
 from shoal.runtime.measuring.meter import free_bytes, reserved_bytes
@@ -332,3 +333,12 @@ def test_activations_pass_weights_that_are_on_their_way_up():
     assert torch.equal(there[0].cpu(), weights)
     assert torch.equal(there[1].cpu(), back)
     lane.close()
+
+
+def test_what_is_elsewhere_takes_a_number_of_the_gpu_and_not_one_for_each_parameter():
+    model = torch.nn.Sequential(*[torch.nn.Linear(1, 1) for _ in range(40)])
+    names, before = [name for name, _ in model.named_parameters()], torch.cuda.memory_allocated()
+    optimizer = torch.optim.SGD(model.parameters())
+    binding = Binding(model, optimizer, [names], torch.device("cuda:0"))
+    assert len(binding.poison) == 80
+    assert torch.cuda.memory_allocated() - before <= 512

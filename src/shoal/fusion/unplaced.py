@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.fusion.stacked import Stacked
+from shoal.poison import Poison
 
 
 class Unplaced(Stacked):
@@ -26,11 +27,11 @@ class Unplaced(Stacked):
         one_base: bool = False,
     ) -> None:
         self._nowhere: dict[str, Tensor] = {}
+        self._poison = Poison()
         super().__init__(modules, device, one_base=one_base)
 
     def _block(self, name: str, width: int, one: Tensor, device: torch.device | None) -> Tensor:
-        fill = float("nan") if one.is_floating_point() or one.is_complex() else 0
-        nowhere = one.new_full((), fill, device=device).expand(width, *one.shape)
+        nowhere = self._poison.like(one, device).expand(width, *one.shape)
         self._nowhere[name] = nowhere
         return nowhere.detach()
 

@@ -27,6 +27,7 @@ from shoal.pipeline.feed import Feed, group_sizes
 from shoal.pipeline.foretell import Foretelling
 from shoal.pipeline.meeting import DeviceKind
 from shoal.pipeline.schedule import Pipeline
+from shoal.poison import Poison
 from shoal.recipe import (
     Batch,
     Recipe,
@@ -330,8 +331,7 @@ def whole_stages(shares: Sequence[Share], recompute: bool) -> tuple[int, ...]:
 def let_go(built: Built, share: Share) -> None:
     """Free the parameters that neither this stage nor a tie of it reads; NaN is in their place."""
     here = {*share.owned, *(name for names in share.borrowed.values() for name in names)}
+    poison = Poison()
     for name, parameter in built.params.items():
         if name not in here:
-            fill = float("nan") if parameter.is_floating_point() else 0
-            one = torch.full((), fill, dtype=parameter.dtype, device=parameter.device)
-            parameter.data = one.expand(parameter.shape)
+            parameter.data = poison.like(parameter)

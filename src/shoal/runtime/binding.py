@@ -25,6 +25,7 @@ from shoal.kernelstep import is_torchs, put_back
 from shoal.memory.layout import ShardLayout, TensorSpec, TrialLayout
 from shoal.memory.split import SplitWeight, split_weights
 from shoal.memory.store import Region, describe, field_view, state_views, view, views
+from shoal.poison import Poison
 from shoal.rounding import Rounding
 from shoal.runtime.unplaced import unfrozen, unplaced
 from shoal.subsets import Subsets
@@ -205,12 +206,8 @@ class Binding:
         self._settled: dict[int, tuple[Placed, list[tuple[dict[str, Any], list[Any]]]]] = {}
         self._rounding = rounding or Rounding({}, 0)
         self.dtypes = {n: p.grad_dtype or p.dtype for n, p in self.params.items()}  # in a step
-        self.poison = {
-            name: torch.full((), float("nan") if p.is_floating_point() else 0, dtype=p.dtype)
-            .to(device)
-            .expand(p.shape)
-            for name, p in self.params.items()
-        }
+        self._poison = Poison()
+        self.poison = {n: self._poison.like(p, device) for n, p in self.params.items()}
 
     def bind(self, shard: int, placed: Placed) -> None:
         """Point the shard's parameters, borrowed ones too, at ``placed``."""
@@ -253,7 +250,7 @@ class Binding:
             state = self.optimizer.state.get(self.params[name], {})
             for key, value in state.items():
                 if is_stored(value):
-                    state[key] = _poison_like(value)
+                    state[key] = self._poison.like(value)
         self._bound.pop(shard, None)
         for part in (shard, *(part for part, _ in self.pieces[shard])):
             self._settled.pop(part, None)
@@ -266,14 +263,15 @@ class Binding:
         """
         self._bound.clear()
         self._settled.clear()
-        host = torch.device("cpu")
-        self.poison = {name: _poison_like(p, host) for name, p in self.params.items()}
+        host, self._poison = torch.device("cpu"), Poison()
+        self.poison = {name: self._poison.like(p, host) for name, p in self.params.items()}
         for name, parameter in self.params.items():
             parameter.data, parameter.grad = self.poison[name], None
             state = self.optimizer.state.get(parameter, {})
             for key, value in state.items():
                 if isinstance(value, Tensor):
-                    state[key] = _poison_like(value, host) if is_stored(value) else value.to(host)
+                    stored = is_stored(value)
+                    state[key] = self._poison.like(value, host) if stored else value.to(host)
 
     def step(
         self, shard: int, placed: Placed, grads: Mapping[str, Tensor], number: int = 0
@@ -565,13 +563,6 @@ class Binding:
         """Put the options of ``groups()`` back, ``but`` some that stay as they are made."""
         for group, saved in zip(self.optimizer.param_groups, groups, strict=True):
             group.update({k: v for k, v in saved.items() if k != "params" and k not in but})
-
-
-def _poison_like(tensor: Tensor, device: torch.device | None = None) -> Tensor:
-    """NaN, or 0, of the same shape and without memory of its own; there, or where it is."""
-    value = float("nan") if tensor.is_floating_point() else 0
-    place = tensor.device if device is None else device
-    return torch.full((), value, dtype=tensor.dtype, device=place).expand(tensor.shape)
 
 
 def is_stored(value: object) -> bool:
