@@ -23,6 +23,8 @@ from shoal.device import open_device
 from shoal.device.allocator import allocator_here, held_by_libraries
 from shoal.device.losses import Losses, readback_of
 from shoal.kernelchoice import repeatable
+from shoal.observe import read_outline
+from shoal.observe.snapshot import Snapshot
 from shoal.partition.track import AllocationTracker
 from shoal.runtime.binding import Binding
 from shoal.runtime.capture.captured import PROOFS
@@ -31,6 +33,7 @@ from shoal.runtime.measuring.meter import free_bytes, reserved_bytes
 from shoal.runtime.pool import WorkerPool
 from shoal.runtime.units import Micro, ResidentUnits
 from shoal.testing import compare, plain_loop
+from shoal.verify import verify_trials
 
 pytestmark = [
     pytest.mark.gpu,
@@ -54,7 +57,7 @@ TECHNIQUES = {
 def run_on_gpu(tmp_path, warm_workers):
     """A function that trains a space on a GPU and returns the report."""
 
-    def run(recipe, space, technique, devices="cuda:0"):
+    def run(recipe, space, technique, devices="cuda:0", **options):
         study = shoal.Study("gpu", recipe, space=space, steps=STEPS, directory=tmp_path)
         return study.run(
             hardware=shoal.Hardware.parse(devices, "1GiB", threads=1),
@@ -62,6 +65,7 @@ def run_on_gpu(tmp_path, warm_workers):
             progress=False,
             timeline=False,
             workers=warm_workers,
+            **options,
         )
 
     return run
@@ -116,6 +120,37 @@ def test_what_an_optimizer_keeps_of_the_weights_is_where_they_step(run_on_gpu, a
     report = run_on_gpu(recipe, space, "resident")
 
     assert_alone(report, report.trials, recipe, steps=STEPS, device="cuda")
+
+
+class Pull:
+    """Each step pulls to the average of the weights so far, which only this hook has."""
+
+    def __init__(self, weights):
+        self.weights = weights
+        self.averages = [weight.detach().clone() for weight in weights]
+
+    def __call__(self, *_):
+        for average, weight in zip(self.averages, self.weights, strict=True):
+            weight.detach().copy_(average.lerp_(weight.detach(), 0.1))
+
+
+def pulled_each(named, hp):
+    weights = [weight for _, weight in named]
+    optimizer = torch.optim.AdamW(weights, lr=hp["lr"])
+    optimizer.register_step_post_hook(Pull(weights))
+    return optimizer
+
+
+def test_what_optimizers_of_an_array_keep_of_the_weights_is_where_they_step(run_on_gpu):
+    recipe = replace(zoo.recipe(), optimizer=pulled_each)
+    space = shoal.grid(model=["mlp"], optimizer=["adamw"], lr=[1e-3, 1e-2])
+
+    report = run_on_gpu(recipe, space, "resident", fuse="2 eager")
+
+    rows = Snapshot.of(read_outline(report.directory)).trials
+    assert all("array" in row.numerics for row in rows)
+    verdicts = list(verify_trials(report.directory, rows, recipe=recipe))
+    assert [v.first_difference or v.failure or v.skipped for v in verdicts] == ["", ""]
 
 
 @pytest.mark.parametrize("place", ["device", "host"])

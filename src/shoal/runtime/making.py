@@ -24,11 +24,12 @@ HOST = torch.device("cpu")
 def weights_where_they_step(job: Job, device: torch.device, model: nn.Module) -> Iterator[None]:
     """Those of a trial that is on its GPU as a whole are there inside, and in host memory again.
 
-    Whoever has a lease has room for that. One in shards has none, and an array's rows are not its
-    trials' own.
+    Whoever has a lease has room for that, in an array where the gradients of a step will be, so
+    not for what is frozen. One in shards has none.
     """
-    whole = isinstance(job.technique, Resident) and job.array is None
-    homes = [(p, p.data) for p in model.parameters()] if whole and device.type != "cpu" else []
+    whole = isinstance(job.technique, Resident) and device.type != "cpu"
+    there = [p for p in model.parameters() if whole and (job.array is None or p.requires_grad)]
+    homes = [(p, p.data) for p in there]
     try:
         for parameter, home in homes:
             parameter.data = home.to(device)
