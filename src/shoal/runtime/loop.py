@@ -136,7 +136,7 @@ class DeviceLoop:
             while self._running:
                 seen = self._device.version
                 self._count_work()
-                if self._parking.let_go():
+                while self._parking.let_go():
                     self._admit_pending()
                 self._take_orders(block=not (self._stays or self._desk))
                 for trial in list(self._stays):
@@ -222,8 +222,11 @@ class DeviceLoop:
         self._admit_pending()
 
     def _admit_pending(self) -> None:
-        """Admit what fits, when somebody leaves or waits no more; what fails leaves room again."""
-        while (entry := self._lobby.next(self._fits)) is not None:
+        """Admit what fits, when somebody leaves or waits no more.
+
+        What fails leaves room again, but not before its error and what that held are gone.
+        """
+        while not self._parking.has_refused and (entry := self._lobby.next(self._fits)):
             job = entry.grant.job
             if job.array is not None or job.gang > 1:
                 self._enter_desk(entry)

@@ -20,13 +20,14 @@ class Parking:
 
     Attributes:
         regions: Of the trials that are here and of those that are parked; see ``Regions``.
+        has_refused: Whether errors of trials may still hold memory: see ``let_go``.
     """
 
     def __init__(self, saver: Saver, reports: Reports, *, pin: bool) -> None:
         self.regions = Regions(pin=pin)
         self._saver, self._reports = saver, reports
         self._sessions: dict[int, Session] = {}
-        self._has_refused = False
+        self.has_refused = False
 
     def put(self, session: Session) -> None:
         """It left its device; all of it is in its region."""
@@ -57,14 +58,14 @@ class Parking:
         """An order about a trial could not be done, or its own code raised."""
         self.forget(trial)
         self._reports.refuse(trial, error)
-        self._has_refused = True
+        self.has_refused = True
 
     def let_go(self) -> bool:
         """Free what errors of trials held, once they are gone; whether there was any.
 
         Frames of a pass that refer to each other keep its tensors until somebody looks.
         """
-        has_refused, self._has_refused = self._has_refused, False
+        has_refused, self.has_refused = self.has_refused, False
         if has_refused:
             gc.collect()
         return has_refused

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
+from types import SimpleNamespace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.builders import make_job, make_shard
 from shoal.core.technique import Pipelined
+from shoal.runtime.loop import DeviceLoop
 from shoal.runtime.messages import Grant
+from shoal.runtime.parking import Parking
 from shoal.runtime.stay import Arrival, Lobby
 
 
@@ -75,3 +78,25 @@ def test_every_gang_is_complete_at_last(gangs, draws):
             for device in range(3):
                 seated[device].discard(gone)
                 admit(device)
+
+
+def test_nobody_comes_in_beside_what_a_trial_held_whose_error_is_still_there():
+    """The frames of its pass refer to each other: what they hold is free when they are found."""
+    said = SimpleNamespace(refuse=lambda trial, error: None)
+    parking, came = Parking(SimpleNamespace(), said, pin=False), []
+
+    def enter(grant, region):
+        if not came:
+            parking.refuse(grant.job.trial, MemoryError())
+        came.append(grant.job.trial)
+
+    loop = SimpleNamespace(_lobby=Lobby(), _parking=parking, _enter_device=enter)
+    loop._fits = lambda entry: True
+    for trial in (0, 1, 2):
+        loop._lobby.add(arrival(trial))
+    DeviceLoop._admit_pending(loop)
+    assert came == [0]
+    assert parking.let_go()
+    DeviceLoop._admit_pending(loop)
+    assert came == [0, 1, 2]
+    assert not parking.let_go()
