@@ -87,7 +87,7 @@ def gan_step(models, batch, optimizers, hp):
 
 
 def gan_evaluation(models, batch, hp):
-    fake = models.generator(torch.randn(len(batch[0]), 4))
+    fake = models.generator(torch.randn(len(batch[0]), 4, device=batch[0].device))
     return {
         "gap": (fake.mean(0) - batch[0].mean(0)).norm(),
         "score": models.discriminator(batch[0]).mean(),
@@ -244,9 +244,10 @@ def penalty_step(models, batch, optimizers, hp, number):
     """WGAN-GP; the generator steps now and then, in each trial at other times."""
     studies_wait()
     real = batch[0]
+    like = {"dtype": real.dtype, "device": real.device}
     with torch.no_grad():
-        fake = models.generator(torch.randn(len(real), 4, dtype=real.dtype))
-    share = torch.rand(len(real), 1, 1, 1, dtype=real.dtype)
+        fake = models.generator(torch.randn(len(real), 4, **like))
+    share = torch.rand(len(real), 1, 1, 1, **like)
     between = (share * real + (1 - share) * fake).requires_grad_()
     (slope,) = torch.autograd.grad(models.critic(between).sum(), between, create_graph=True)
     penalty = (slope.flatten(1).norm(dim=1) - 1).square().mean()
@@ -258,7 +259,7 @@ def penalty_step(models, batch, optimizers, hp, number):
     if number % hp.get("every", 2) == 0:
         models.critic.requires_grad_(False)
         optimizers.generator.zero_grad()
-        loss = -models.critic(models.generator(torch.randn(8, 4, dtype=real.dtype))).mean()
+        loss = -models.critic(models.generator(torch.randn(8, 4, **like))).mean()
         loss.backward()
         assert all(p.grad is not None for p in models.generator.parameters())
         optimizers.generator.step()
