@@ -114,3 +114,16 @@ def test_a_trial_that_runs_out_of_memory_in_a_pass_is_planned_smaller(tmp_path):
     space = shoal.grid(rows=[128], lr=[0.01])
     run(recipe, space, 480_000, tmp_path, heard, technique=technique)
     assert heard.of(TrialReplanned)
+
+
+def wide(hp):
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, LARGE // 64), nn.Linear(LARGE // 64, 4))
+
+
+def test_who_has_left_leaves_his_memory_to_the_next_one(tmp_path):
+    """With the weights, gradients and state of two the process would be out of memory."""
+    recipe, heard = shoal.Recipe(model=wide, data=marked, loss=loss), Heard()
+    space = shoal.grid(lr=[1e-3, 1e-4, 1e-5])
+    run(recipe, space, 7 * LARGE // 2, tmp_path, heard, technique="resident", fuse=False)
+    assert not heard.of(TrialReplanned)
+    assert not heard.of(TrialRestarted)

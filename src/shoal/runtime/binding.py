@@ -243,6 +243,7 @@ class Binding:
             self.params[name].data = self.poison[name]
         self._turn_lenders(placed)
         self._bound.pop(shard, None)
+        self._places = None, []
 
     def evict_state(self, shard: int) -> None:
         """Let go of the memory that holds the shard's state; it is bound again with a step."""
@@ -252,6 +253,7 @@ class Binding:
                 if is_stored(value):
                     state[key] = self._poison.like(value)
         self._bound.pop(shard, None)
+        self._places = None, []
         for part in (shard, *(part for part, _ in self.pieces[shard])):
             self._settled.pop(part, None)
 
@@ -263,6 +265,7 @@ class Binding:
         """
         self._bound.clear()
         self._settled.clear()
+        self._places = None, []
         host, self._poison = torch.device("cpu"), Poison()
         self.poison = {name: self._poison.like(p, host) for name, p in self.params.items()}
         for name, parameter in self.params.items():

@@ -207,6 +207,9 @@ def test_what_lets_go_refers_to_no_memory_that_it_stepped_in(kind):
     grads = {name: torch.ones_like(tensor) for name, tensor in fields.items()}
     for _ in range(2):
         binding.step(0, placed, grads)
+    for name, parameter in model.named_parameters():
+        parameter.grad = grads[name]
+    binding.step_where_it_is(0, placed)
     del memory, fields, states, placed
     gc.collect()
     assert storage() is not None
