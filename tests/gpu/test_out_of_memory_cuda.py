@@ -17,9 +17,10 @@ from shoal.core.event import TrialReplanned, TrialRestarted
 from shoal.core.spec import TrialSpec
 from shoal.core.units import Bytes
 from shoal.device import open_device
-from shoal.device.allocator import held_by_libraries
+from shoal.device.allocator import allocator_here, held_by_libraries
 from shoal.runtime.measuring.measure import Measurer
 from shoal.runtime.messages import Measure, Refused
+from shoal.runtime.worker import _opened
 from shoal.testing import assert_same, plain_loop
 from shoal.verify import read_losses
 
@@ -127,3 +128,14 @@ def test_who_has_left_leaves_his_memory_to_the_next_one(tmp_path):
     run(recipe, space, 7 * LARGE // 2, tmp_path, heard, technique="resident", fuse=False)
     assert not heard.of(TrialReplanned)
     assert not heard.of(TrialRestarted)
+
+
+def test_the_peak_of_a_study_is_none_of_the_one_before():
+    device = open_device(hardware_of(4 * LARGE).devices[0])
+    with device.active():
+        much = torch.empty(2 * LARGE, dtype=torch.uint8, device=device.torch_device)
+    del much
+    _opened(device)
+    with device.active():
+        assert allocator_here().peak_bytes - device.spec.library_bytes < LARGE
+    device.close()

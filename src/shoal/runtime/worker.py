@@ -33,7 +33,7 @@ import torch
 from shoal.core.event import WorkerStarted, pack_event
 from shoal.data import with_shared_data
 from shoal.device import CudaDevice, Device, open_device
-from shoal.device.allocator import held_by_libraries
+from shoal.device.allocator import allocator_here, held_by_libraries
 from shoal.partition.compiled import watch_compiling
 from shoal.pystate import ambient
 from shoal.recipe import Recipe, with_fixed_data
@@ -168,6 +168,8 @@ def _opened(device: Device) -> Opened:
         own = held_by_libraries(
             device.torch_device, lambda: torch.cuda.memory_allocated(device.torch_device)
         )
+        if (allocator := allocator_here()) is not None:
+            allocator.forget()  # the most so far was of another study's trials
     device.spec = replace(device.spec, library_bytes=own)
     return Opened(own)
 
