@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from shoal.partition.discover import NotCuttable
 from shoal.partition.sections import Sections
-from shoal.partition.template import Constant, Shape, Template, flatten, is_constant, is_leaf
+from shoal.partition.template import Constant, Shape, Template, flatten, is_constant, leaf_paths
 from shoal.partition.wires import Names, Wire, Wires
 from shoal.rng import RngState
 
@@ -171,13 +171,13 @@ def output_wires(layer: int, output: Template) -> tuple[Wire, ...]:
 
 
 def leaf_wires(layer: int, output: Template) -> tuple[Wire, ...]:
-    """The names of all leaves of a block's output."""
-    return _leaf_wires(layer, len(output.leaves))
+    """The names of all leaves of a block's output; a tensor that it returns twice has one."""
+    return _leaf_wires(layer, output.firsts)
 
 
 @functools.cache
-def _leaf_wires(layer: int, count: int) -> tuple[Wire, ...]:
-    return tuple(Wire(layer, f"out.{index}") for index in range(count))
+def _leaf_wires(layer: int, firsts: tuple[int, ...]) -> tuple[Wire, ...]:
+    return tuple(Wire(layer, f"out.{index}") for index in firsts)
 
 
 def module_wire(head: int, module: str, call: int, leaf: int) -> Wire:
@@ -212,14 +212,13 @@ def is_cache(value: Any) -> bool:
 
 def argument_name(module: nn.Module, args: tuple[Any, ...], kwargs: Any, index: int) -> str:
     """What the leaf number ``index`` of a call is called in the module's forward."""
-    paths = pytree.tree_flatten_with_path((args, kwargs), is_leaf=is_leaf)[0]
-    side, key, *rest = paths[index][0]
+    side, key, *rest = leaf_paths((args, kwargs))[index]
     name = getattr(key, "key", None)
     if isinstance(side, pytree.SequenceKey) and side.idx == 0:
         try:
-            name = list(inspect.signature(module.forward).parameters)[key.idx]  # type: ignore[attr-defined]
+            name = list(inspect.signature(module.forward).parameters)[key.idx]
         except (ValueError, IndexError):
-            name = f"argument {key.idx}"  # type: ignore[attr-defined]
+            name = f"argument {key.idx}"
     return f"{name}{pytree.keystr(tuple(rest))}"
 
 

@@ -321,6 +321,10 @@ class Chain:
         told = _sheet_of(micro).output(position)
         if spec != told.spec:
             raise self._unlike_pilot(layer, "its output has another structure")
+        for index, first in enumerate(told.firsts):
+            if leaves[index] is not leaves[first]:
+                words = f"its outputs {first} and {index} are one tensor no more"
+                raise self._unlike_pilot(layer, words)
         found = list(told.leaves)
         for index, (leaf, wanted) in enumerate(zip(leaves, told.leaves, strict=True)):
             if isinstance(wanted, Constant):
@@ -344,7 +348,7 @@ class Chain:
         """May the forward have looked at the shape that it was told of a block's output?"""
         if self.skeleton.glue_free:
             return False
-        wire = Wire(self.skeleton.sections.layer_of(position), f"out.{index}")
+        wire = self._wire_of(micro, position, index)
         looked = any(touch.wire == wire for touch in micro.touched)
         return index not in self.skeleton.blocks[position].unsure or looked
 
@@ -357,8 +361,12 @@ class Chain:
         return may_stand_for(found, told.dtype) if varies else found == told.dtype
 
     def _looked_at_type(self, micro: Micro, position: int, index: int) -> bool:
-        wire = Wire(self.skeleton.sections.layer_of(position), f"out.{index}")
+        wire = self._wire_of(micro, position, index)
         return Touch(wire, size_only=False) in micro.touched
+
+    def _wire_of(self, micro: Micro, position: int, index: int) -> Wire:
+        layer = self.skeleton.sections.layer_of(position)
+        return leaf_wires(layer, _sheet_of(micro).output(position))[index]
 
     def _of_another_type(self, layer: int, found: torch.dtype, told: torch.dtype) -> TrialError:
         return TrialError(

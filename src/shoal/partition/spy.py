@@ -18,6 +18,7 @@ from shoal.partition.callsheet import (
     argument_name,
     argument_wire,
     copy_wire,
+    leaf_wires,
     module_wire,
 )
 from shoal.partition.discover import Candidate, NotCuttable, OtherMode, ancestors_of
@@ -244,7 +245,7 @@ class Spy:
         tensors = [value for value in values if isinstance(value, Tensor)]
         template = output_template(output, tensors, owner=f"block {name!r}")
         unsure = frozenset(self._find_unsure(template, tensors))
-        self._name_outputs(position, output, unsure)
+        self._name_outputs(position, output, template, unsure)
         self.seen.blocks.append(Block(name, module, template, unsure))
         self._rng = self._last_rng = capture_rng(self._device)
         self.seen.gaps.append(Gap())
@@ -290,12 +291,14 @@ class Spy:
             ):
                 yield index
 
-    def _name_outputs(self, position: int, output: Any, unsure: frozenset[int]) -> None:
+    def _name_outputs(
+        self, position: int, output: Any, template: Template, unsure: frozenset[int]
+    ) -> None:
         """Name a block's output, and watch what has no size that is known beforehand."""
-        layer = self._sections.layer_of(position)
+        wires = leaf_wires(self._sections.layer_of(position), template)
         for index, leaf in enumerate(flatten(output)[0]):
             if isinstance(leaf, Tensor):
-                wire = Wire(layer, f"out.{index}")
+                wire = wires[index]
                 self._name(leaf, wire, position=position)
                 if index in unsure:
                     self._unsure.add(wire)

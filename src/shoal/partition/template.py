@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import enum
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shoal.partition.discover import NotCuttable
@@ -34,7 +34,8 @@ class Shape:
     """How a tensor looks, without its values.
 
     ``like`` is the index of the argument tensor whose shape it follows from batch to
-    batch, ``like_size`` the shape that argument had when this one was recorded.
+    batch, ``like_size`` the shape that argument had when this one was recorded. ``same_as`` is
+    the leaf before it that is the same tensor.
     """
 
     size: tuple[int, ...]
@@ -42,6 +43,7 @@ class Shape:
     dtype: torch.dtype
     like: int | None = None
     like_size: tuple[int, ...] = ()
+    same_as: int | None = None
 
     @classmethod
     def of(cls, tensor: Tensor, arguments: Sequence[Tensor] = ()) -> Shape:
@@ -92,6 +94,12 @@ class Template:
     spec: pytree.TreeSpec
     leaves: tuple[Shape | Constant, ...]
 
+    @property
+    def firsts(self) -> tuple[int, ...]:
+        """For each leaf the first that is the same tensor, or itself."""
+        same = [leaf.same_as if isinstance(leaf, Shape) else None for leaf in self.leaves]
+        return tuple(index if first is None else first for index, first in enumerate(same))
+
     def resolved(self, arguments: Sequence[Tensor]) -> Template:
         """This template with the sizes it has for these arguments."""
         leaves = tuple(
@@ -105,25 +113,91 @@ class Template:
     ) -> list[Any]:
         """The output's leaves: real tensors where ``real`` has them, and stand-ins elsewhere.
 
-        ``names`` are the wires of the leaves.
+        ``names`` are the wires of the leaves; those of one name are one tensor.
         """
+        tensors = {
+            name: real[name] if name in real else stand_in(leaf)
+            for name, leaf in zip(names, self.leaves, strict=True)
+            if isinstance(leaf, Shape)
+        }
         return [
-            leaf.value
-            if isinstance(leaf, Constant)
-            else (real[name] if name in real else stand_in(leaf))
+            leaf.value if isinstance(leaf, Constant) else tensors[name]
             for name, leaf in zip(names, self.leaves, strict=True)
         ]
 
 
 def flatten(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """Leaves and structure; only containers that a call could not change unseen are opened."""
-    return pytree.tree_flatten(tree, is_leaf=is_leaf)
+    """Leaves and structure; only containers that a call could not change unseen are opened.
+
+    Dataclasses that hold tensors are among them; ``tree_unflatten`` makes them anew.
+    """
+    leaves, spec = pytree.tree_flatten(tree, is_leaf=is_leaf)
+    if any(map(_is_record, leaves)):
+        return pytree.tree_flatten(_opened(tree), is_leaf=is_leaf)
+    return leaves, spec
+
+
+def leaf_paths(tree: Any) -> list[tuple[Any, ...]]:
+    """Where in ``tree`` each leaf stands."""
+    return [path for path, _ in pytree.tree_flatten_with_path(_opened(tree), is_leaf=is_leaf)[0]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """A dataclass in the form in which it is opened: what pytree may do with it is ours."""
+
+    kind: type
+    values: tuple[Any, ...]
+
+    def named(self) -> tuple[list[tuple[Any, Any]], type]:
+        """Its values with where they stand, and what ``closed`` needs to know."""
+        keys = [pytree.GetAttrKey(part.name) for part in fields(self.kind)]
+        return list(zip(keys, self.values, strict=True)), self.kind
+
+    @staticmethod
+    def closed(values: Iterable[Any], kind: Any) -> Any:
+        """The dataclass again, whatever its ``__init__`` does."""
+        made = object.__new__(kind)
+        for part, value in zip(fields(kind), values, strict=True):
+            object.__setattr__(made, part.name, value)
+        return made
+
+
+pytree.register_pytree_node(
+    _Record,
+    lambda record: (list(record.values), record.kind),
+    _Record.closed,
+    flatten_with_keys_fn=_Record.named,
+    serialized_type_name=f"{__name__}._Record",
+)
+
+
+def _opened(tree: Any) -> Any:
+    """``tree`` with a record for each dataclass in it."""
+    return pytree.tree_map(_record_of, tree, is_leaf=is_leaf)
+
+
+def _record_of(leaf: Any) -> Any:
+    if not _is_record(leaf):
+        return leaf
+    values = (_opened(getattr(leaf, part.name)) for part in fields(leaf))
+    return _Record(type(leaf), tuple(values))
+
+
+def _is_record(leaf: Any) -> bool:
+    """A dataclass that may change or holds what may, and has nothing but its fields."""
+    if not is_dataclass(leaf) or isinstance(leaf, (type, nn.Module)) or is_constant(leaf):
+        return False
+    names = {part.name for part in fields(leaf)}
+    return vars(leaf).keys() == names if hasattr(leaf, "__dict__") else True
 
 
 def is_leaf(node: Any) -> bool:
     """Is this node of an argument or output kept whole?"""
     kind = type(node)
     if kind in (tuple, list, dict, OrderedDict):
+        return False
+    if kind is _Record:
         return False
     is_named_tuple = isinstance(node, tuple) and hasattr(node, "_fields")
     is_model_output = isinstance(node, OrderedDict) and kind in pytree.SUPPORTED_NODES
@@ -140,6 +214,15 @@ def is_constant(value: Any) -> bool:
     return all(is_constant(getattr(value, part.name)) for part in fields(value))
 
 
+def _firsts_among(leaves: Sequence[Any]) -> tuple[int, ...]:
+    """For each leaf the first that is the same tensor, or itself."""
+    first: dict[int, int] = {}
+    return tuple(
+        first.setdefault(id(leaf), index) if isinstance(leaf, Tensor) else index
+        for index, leaf in enumerate(leaves)
+    )
+
+
 def output_template(output: Any, arguments: Sequence[Tensor], *, owner: str) -> Template:
     """The template of what a module returned.
 
@@ -148,14 +231,15 @@ def output_template(output: Any, arguments: Sequence[Tensor], *, owner: str) -> 
     """
     leaves, spec = flatten(output)
     made: list[Shape | Constant] = []
-    for leaf in leaves:
+    for leaf, first in zip(leaves, _firsts_among(leaves), strict=True):
         if isinstance(leaf, Tensor):
-            made.append(Shape.of(leaf, arguments))
+            same_as = None if first == len(made) else first
+            made.append(replace(Shape.of(leaf, arguments), same_as=same_as))
         elif is_constant(leaf):
             made.append(Constant(leaf))
         else:
             raise NotCuttable(
                 f"{owner} returns a {type(leaf).__name__}, which cannot be kept between shards; "
-                "return tensors, tuples, lists or dicts of them"
+                "return tensors, tuples, lists, dicts or dataclasses of them"
             )
     return Template(spec, tuple(made))

@@ -1,0 +1,134 @@
+"""What a block returns goes from layer to layer as it is: twice the same tensor, a dataclass."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shoal.core.errors import TrialError
+from shoal.partition.build import build_chain
+from shoal.partition.discover import NotCuttable
+from shoal.partition.drive import every_layer, sharded_backward
+from shoal.partition.template import flatten, leaf_paths
+
+CPU = torch.device("cpu")
+
+
+class Blocks(nn.Module):
+    def __init__(self, block):
+        super().__init__()
+        self.enter, self.leave = nn.Linear(6, 8), nn.Linear(8, 5)
+        self.blocks = nn.ModuleList(block() for _ in range(4))
+
+    def forward(self, x):
+        return self.leave(self.body(self.enter(x)))
+
+
+class Skipping(Blocks):
+    """Each block's output is also the last of its skips, as with the down blocks of diffusers."""
+
+    def body(self, x):
+        skips = []
+        for block in self.blocks:
+            x, made = block(x)
+            skips += made
+        return x + sum(skips)
+
+
+class Down(nn.Linear):
+    apart = False
+
+    def __init__(self):
+        super().__init__(8, 8)
+
+    def forward(self, x):
+        first = super().forward(x)
+        second = torch.tanh(first)
+        return second.clone() if self.apart else second, (first, second)
+
+
+@dataclasses.dataclass
+class Kept:
+    hidden: torch.Tensor
+    kind: str = "inner"
+    scores: Any = None
+    inside: Any = None
+
+
+class Keeping(Blocks):
+    """What a block computed on its way stands in a dataclass, as with x-transformers."""
+
+    def body(self, x):
+        kept = []
+        for block in self.blocks:
+            x, one = block(x, kept[-1] if kept else None)
+            assert one.kind == "outer"
+            kept.append(one)
+        return x + sum(one.scores[0] + one.hidden for one in kept)
+
+
+class Keeps(nn.Linear):
+    def __init__(self):
+        super().__init__(8, 8)
+
+    def forward(self, x, before):
+        hidden = super().forward(x if before is None else x + before.inside.hidden)
+        return hidden.tanh(), Kept(hidden, "outer", (hidden.cos(), None), Kept(hidden.sin()))
+
+
+class Diary:
+    def __init__(self, page):
+        self.page = page
+
+
+class Writes(Keeps):
+    def forward(self, x, before):
+        hidden, kept = super().forward(x, before)
+        return hidden, dataclasses.replace(kept, inside=Diary(kept.inside))
+
+
+def batch():
+    return torch.randn(3, 6), torch.tensor([0, 1, 2])
+
+
+@pytest.mark.parametrize(("kind", "block"), [(Skipping, Down), (Keeping, Keeps)])
+def test_a_tensor_twice_and_dataclasses_go_from_layer_to_layer(kind, block, assert_bitwise):
+    chain = assert_bitwise(kind(block), [batch(), batch()])
+
+    assert sum(name.startswith("blocks.") for name in chain.layer_names) == 4
+
+
+def test_two_outputs_that_are_one_tensor_no_more_are_refused_while_training(make_recipe):
+    model, data = Skipping(Down), batch()
+    chain = build_chain(model, make_recipe(model), data, CPU)
+    model.blocks[1].apart = True
+
+    with pytest.raises(TrialError, match=r"'blocks.1' .*: its outputs 0 and 2 are one tensor no"):
+        sharded_backward(chain, data, every_layer(chain))
+
+
+def test_an_object_that_is_no_dataclass_is_refused_by_its_type(make_recipe):
+    model = Keeping(Writes)
+
+    with pytest.raises(NotCuttable, match=r"'blocks.0' returns a Diary, .*dicts or dataclasses"):
+        build_chain(model, make_recipe(model), batch(), CPU)
+
+
+def test_a_dataclass_is_opened_and_made_again_without_its_init():
+    inner, tensor = Kept(torch.ones(1)), torch.zeros(2)
+    tree = ([Kept(tensor, scores=(1, inner))], None)
+    leaves, spec = flatten(tree)
+    made = torch.utils._pytree.tree_unflatten(leaves, spec)[0][0]
+
+    assert len(leaves) == len(leaf_paths(tree)) == 9
+    assert made.hidden is tensor
+    assert made.scores[1].hidden is inner.hidden
+    assert type(made) is type(made.scores[1]) is Kept
+    assert inner is not made.scores[1]
+    assert [str(key) for key in leaf_paths(tree)[0]] == ["[0]", "[0]", ".hidden"]
+    tree[0][0].diary = 1  # it has more than its fields
+    assert len(flatten(tree)[0]) == 2
