@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
+import types
 
 import pytest
 import torch
 from torch import nn
 
 import shoal
+from shoal.launch.replaced import find_changes
 from shoal.source import Change, load_study, with_changes
 
 FILE = """
@@ -97,6 +100,21 @@ def test_functions_and_classes_of_the_file_are_where_it_put_them(
     assert_alone(report, report.trials, recipe, steps=3)
     monkeypatch.undo()  # and a worker that goes on to another study has none of it
     assert_usual(run_study, assert_alone, space)
+
+
+def test_what_a_package_wrote_and_loaded_under_its_own_name_stays_here(tmp_path, monkeypatch):
+    """As torch_geometric writes how its layers pass messages, when the first one is made."""
+    package, kind = types.ModuleType("layers"), type("Layer", (), {"__module__": "layers"})
+    package.__file__, package.Layer = "/usr/lib/site-packages/layers/__init__.py", kind
+    (tmp_path / "written.py").write_text("def propagate(self):\n    return 1\n")
+    spec = importlib.util.spec_from_file_location("layers.written", tmp_path / "written.py")
+    written = importlib.util.module_from_spec(spec)
+    for name, module in (("layers", package), ("layers.written", written)):
+        monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(written)
+    kind.propagate = written.propagate
+
+    assert [change.module for change in find_changes() if change.name == "propagate"] == []
 
 
 def test_a_module_that_this_process_alone_has_keeps_no_worker_from_its_work():
