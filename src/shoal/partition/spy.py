@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from shoal.partition.callsheet import (
     Call,
@@ -203,7 +204,9 @@ class Spy:
         for index, leaf in enumerate(flatten((args, kwargs))[0]):
             if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter):
                 wire = argument_wire(head, name, self._counts[name], index)
-                if self._names.of(leaf) is None and self._taint.of(leaf):
+                sources = self._taint.of(leaf)
+                if self._names.of(leaf) is None and sources:
+                    self._taint.read |= sources  # it may be of an earlier gap
                     self._note_made(leaf, wire)
                     self._taint.name(leaf, wire)
 
@@ -243,6 +246,7 @@ class Spy:
             output = call(*args, **kwargs)
         self._note_changes(module, args, kwargs, values)
         tensors = [value for value in values if isinstance(value, Tensor)]
+        output = _apart(output, tensors)
         template = output_template(output, tensors, owner=f"block {name!r}")
         unsure = frozenset(self._find_unsure(template, tensors))
         self._name_outputs(position, output, template, unsure)
@@ -364,12 +368,19 @@ class Spy:
         return any(isinstance(s, BlockOutput) and s.position >= self._start for s in sources)
 
     def _find_late_joints(self) -> None:
-        """Also those where a module computes what only later sections read, as a pooler does."""
+        """Also those where a module computes what only later sections read, as a pooler does.
+
+        Or later blocks, as those of a decoder that attend to an encoder's normed output.
+        """
+        calls = [call for section in self.seen.calls for call in section]
         late = {
             position
             for wire, position in self._early.items()
             if position < len(self.seen.blocks)
-            and any(wire in gap.read for gap in self.seen.gaps[position + 1 :])
+            and (
+                any(wire in gap.read for gap in self.seen.gaps[position + 1 :])
+                or any(wire in call.wires for call in calls[position + 1 :])
+            )
         }
         self.seen.found = sorted({*self.seen.found, *late})
 
@@ -388,6 +399,19 @@ class Spy:
         if self._buffers.added():
             names = ", ".join(sorted(self._buffers.added()))
             raise NotCuttable(f"the forward adds buffers: {names}")
+
+
+def _apart(output: Any, arguments: Sequence[Tensor]) -> Any:
+    """A block's output, with a tensor of its own where it returns an argument as it is.
+
+    The forward has two in place of it when it is run with stand-ins, and each has its wire.
+    """
+    same = {id(tensor) for tensor in arguments if tensor.layout is torch.strided}
+    leaves, spec = flatten(output)
+    if not any(id(leaf) in same for leaf in leaves):
+        return output
+    apart = {id(leaf): leaf.view_as(leaf) for leaf in leaves if id(leaf) in same}
+    return pytree.tree_unflatten([apart.get(id(leaf), leaf) for leaf in leaves], spec)
 
 
 def _same_numpy(first: RngState, second: RngState) -> bool:

@@ -57,9 +57,13 @@ class Names:
 
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}
+        self._renamed: list[weakref.ref[Tensor]] = []  # after they were changed
 
     def give(self, tensor: Tensor, wire: Wire) -> None:
         """Call ``tensor`` by ``wire`` from now on."""
+        before = self._entries.get(id(tensor))
+        if before and before.tensor() is tensor and before.version != tensor._version:
+            self._renamed.append(before.tensor)
         self._entries[id(tensor)] = _Entry(weakref.ref(tensor), wire, tensor._version)
 
     def of(self, tensor: Tensor) -> Wire | None:
@@ -79,7 +83,9 @@ class Names:
         }
         for key in gone:
             del self._entries[key]
-        return [tensor for tensor in gone.values() if tensor is not None]
+        renamed = [known() for known in self._renamed]
+        self._renamed.clear()
+        return [tensor for tensor in (*gone.values(), *renamed) if tensor is not None]
 
     def forget(self, wires: Collection[Wire]) -> None:
         """Take their names away from the tensors called by ``wires``."""

@@ -177,6 +177,68 @@ class Towers(Blocks):
         return torch.tanh(first) * second
 
 
+class Weighing(nn.Linear):
+    def forward(self, x, other):
+        return super().forward(x) * other
+
+
+class Attending(Blocks):
+    """The same, and a later block is given it, as a decoder is the normed output of an encoder."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.blocks[3] = nn.LayerNorm(WIDTH), Weighing(WIDTH, WIDTH)
+
+    def body(self, x):
+        first = self.norm(self.blocks[1](self.blocks[0](x)))
+        return self.blocks[3](self.blocks[2](x), first)
+
+
+class Pyramid(Blocks):
+    """A module is handed what was added up before the block that has just run, as in HRNet."""
+
+    def __init__(self):
+        super().__init__()
+        self.down = nn.Linear(WIDTH, WIDTH)
+
+    def body(self, x):
+        y = self.blocks[0](x)
+        for block in self.blocks[1:]:
+            y = block(x) + self.down(y)
+        return y
+
+
+class Shortcut(Blocks):
+    """Adds into what a module returned earlier, and gives that to a module that changes it too."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.act = nn.BatchNorm1d(WIDTH), nn.ReLU(inplace=True)
+
+    def body(self, x):
+        y = self.norm(x)
+        y += self.blocks[1](self.blocks[0](x))
+        return self.blocks[3](self.blocks[2](self.act(y)))
+
+
+class Passes(nn.Linear):
+    def forward(self, x):
+        return x
+
+
+class Passing(Blocks):
+    """One block hands on what it was given, which others are given too."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[1] = Passes(WIDTH, WIDTH)
+
+    def body(self, x):
+        first = self.blocks[0](x)
+        same = self.blocks[1](first)
+        return self.blocks[2](first) * self.blocks[3](same)
+
+
 class Siamese(Blocks):
     """The same blocks, with batch statistics, for two inputs."""
 
@@ -257,6 +319,10 @@ KINDS = {
     Noisy: 4 + 3,
     Gated: 4 + 1,
     Towers: 4 + 1,
+    Attending: 4 + 2,
+    Pyramid: 4 + 2,
+    Shortcut: 4 + 1,
+    Passing: 4,
     Siamese: 8 + 1,
     Nested: 8 + 3,
     Listless: 3 + 2,
@@ -284,6 +350,7 @@ def test_the_pilot_lets_it_train_in_shards(kind, make_recipe):
     report = pilot(model, make_recipe(model), vectors(4), CPU)
 
     assert (report.bitwise, report.notes) == (True, ())
+    assert report.chain.num_layers == KINDS[kind] + 2
 
 
 @pytest.mark.parametrize("kind", [*KINDS, t5])
