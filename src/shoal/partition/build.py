@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from shoal.core.errors import ShoalError
+from shoal.core.errors import ShoalError, TrialError
 from shoal.partition.callsheet import EmptyCache, copies_among
 from shoal.partition.chain import Chain, Micro
 from shoal.partition.discover import (
@@ -161,7 +161,10 @@ def _build(source: _Source, candidate: Candidate) -> Chain:
         draws=record.draws,
     )
     chain = Chain(skeleton=skeleton, record=record, owners=Owners((), (), ()))
-    chain, rehearsal = _rehearse_somehow(chain, source.batch)
+    try:
+        chain, rehearsal = _rehearse_somehow(chain, source.batch)
+    except TrialError as error:
+        raise NotCuttable(f"its rehearsal failed: {str(error).removesuffix('.')}") from error
     owners = find_owners(chain.model, record, rehearsal.recorder)
     finders = frozenset(fields_holding(source.recipe, source.model))
     return replace(chain, owners=owners, record=replace(record, made={}), finders=finders)

@@ -96,6 +96,32 @@ class Looking(Blocks):
         return x
 
 
+class Growing(Blocks):
+    """Calls a module once more in each run of its forward."""
+
+    runs = 0
+
+    def body(self, x):
+        self.runs += 1
+        for _ in range(self.runs):
+            x = self.norm(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+
+
+def test_a_forward_that_fails_where_it_is_run_again_is_refused_and_no_error(make_recipe):
+    model, batch = Growing(), (torch.randn(4, 6), torch.randint(0, 5, (4,)))
+    report = pilot(model, make_recipe(model), batch, CPU)
+
+    assert report.chain is None
+    assert "its rehearsal failed: module 'norm' is called more often when" in report.notes[0]
+
+
 class Counting(nn.Linear):
     def forward(self, x, log):
         log["calls"].append(1)
