@@ -20,6 +20,10 @@ from shoal.recipe import Batch, Recipe, autocast, loss_and_output
 from shoal.rng import RngState, capture_rng, same_rng
 
 _NOISE_FACTOR = 2.0  # a chain may differ this much more than two plain runs do
+_NOT_IN_TRAINING = (
+    "; a step of training is equal, so its forward reads in evaluation or without gradients what "
+    "it does not read in training, or keeps something from one run to the next"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,15 +123,15 @@ def _compare(chain: Chain, batch: Batch, plain: _Outcome) -> tuple[str, ...]:
     except Exception as error:  # whole, the model has done this step
         words = _raises_when_cut(error).removesuffix(".")
         raise NotCuttable(f"{words}{_written_between(chain)}") from error
+    different = _differences(plain, sharded)
     for first, second in pairs[1:]:
         if _differences(first, second):
             _require_same_again(chain, batch, plain)
-        _require_equal(chain, first, second)
+        _require_equal(chain, first, second, cause="" if different else _NOT_IN_TRAINING)
     if chain.record.recomputes:
         with shaken(chain.model):
             plain_step = _plain_step(chain.model, chain.recipe, batch, chain.device)
             _require_equal(chain, plain_step, _sharded_step(chain, batch))
-    different = _differences(plain, sharded)
     if not different:
         return ()
     again = _plain_step(chain.model, chain.recipe, batch, chain.device)
@@ -156,14 +160,14 @@ def _raises_when_cut(error: Exception) -> str:
     return words
 
 
-def _require_equal(chain: Chain, plain: _Outcome, sharded: _Outcome) -> None:
+def _require_equal(chain: Chain, plain: _Outcome, sharded: _Outcome, *, cause: str = "") -> None:
     different = _differences(plain, sharded)
     if different:
         name = different[0]
         raise NotCuttable(
             f"sharded training would not equal plain training: {name} differs by "
             f"{_distance(plain, sharded, name):.1e} ({len(different)} of {len(plain.tensors)} "
-            f"tensors differ){_likely_cause(chain, plain, different)}"
+            f"tensors differ){cause or _likely_cause(chain, plain, different)}"
         )
 
 

@@ -122,6 +122,25 @@ def test_a_forward_that_fails_where_it_is_run_again_is_refused_and_no_error(make
     assert "its rehearsal failed: module 'norm' is called more often when" in report.notes[0]
 
 
+class Averaging(Blocks):
+    """Returns in evaluation what its blocks gave, as XLNet does."""
+
+    def body(self, x):
+        outputs = [x]
+        for block in self.blocks:
+            outputs.append(block(outputs[-1]))
+        return outputs[-1] if self.training else torch.stack(outputs).mean(0)
+
+
+def test_what_is_read_in_evaluation_only_is_told_from_what_is_missed_in_training(make_recipe):
+    model, batch = Averaging(), (torch.randn(4, 6), torch.randint(0, 5, (4,)))
+    report = pilot(model, make_recipe(model), batch, CPU)
+
+    assert report.chain is None
+    assert "the loss in evaluation differs by" in report.notes[0]
+    assert "a step of training is equal, so its forward reads in evaluation" in report.notes[0]
+
+
 class Counting(nn.Linear):
     def forward(self, x, log):
         log["calls"].append(1)
