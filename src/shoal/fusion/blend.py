@@ -12,6 +12,7 @@ import types
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -25,6 +26,9 @@ HIDDEN = frozenset(
     ("_parameters", "_buffers", "_modules", "training", "_flat_weights", "_flat_weight_refs")
 )
 """Attributes of a module that are no settings. The last two are recurrent layers' lists."""
+
+
+_PLAIN = (bool, int, float, complex, np.generic, str, bytes, type, type(None))
 
 
 def blend(values: Sequence[Any], where: str) -> Any:
@@ -57,7 +61,7 @@ def same(values: Sequence[Any]) -> bool:
             v.shape == first.shape and v.dtype == first.dtype and torch.equal(v, first)
             for v in values
         )
-    if isinstance(first, bool | int | float | complex | str | bytes | type | type(None)):
+    if isinstance(first, _PLAIN):
         return all(value == first for value in values)
     if isinstance(first, torch.dtype | torch.device | torch.Size | types.ModuleType):
         return all(value == first for value in values)

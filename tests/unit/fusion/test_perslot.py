@@ -6,6 +6,7 @@ import functools
 import math
 import types
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -122,3 +123,10 @@ def test_its_type_is_told_in_words_and_its_values_once_each_and_not_too_many():
     many = repr(PerSlot([0.1 * n for n in range(64)]))
     assert many.endswith("(0, 0.1, 0.2, 0.3, 0.4, 0.5 and 58 more)")
     assert repr(PerSlot([0.1, 0.2, 0.1])).endswith("(0.1, 0.2)")
+
+
+def test_numbers_of_numpy_that_are_equal_are_one_setting():
+    """As the number of patches of MONAI's vision transformers is."""
+    assert blend([np.int64(8), np.int64(8)], "the model.n_patches") == 8
+    with pytest.raises(Declined, match=r"n_patches differs between trials: np.int64\(8\) and"):
+        blend([np.int64(8), np.int64(9)], "the model.n_patches")
