@@ -491,6 +491,15 @@ def test_the_best_trial_is_among_the_chosen_and_the_rest_repeat_with_the_seed(
     assert best not in [r.number for r in verify.choose_trials(snapshot, 9, leave_out={best})]
 
 
+def test_one_that_was_interrupted_is_chosen_before_others(study: _Study) -> None:
+    snapshot = Snapshot.of(read_events(study.place))
+    best, *others = sorted(snapshot.trials, key=lambda row: row.metrics["valid_loss"])
+    for again in others:
+        rows = [replace(row, restarts=row is again) for row in snapshot.trials]
+        chosen = verify.choose_trials(replace(snapshot, trials=tuple(rows)), 2)
+        assert [row.number for row in chosen] == [best.number, again.number]
+
+
 def test_what_was_pruned_is_chosen_where_too_few_finished(study: _Study) -> None:
     snapshot = Snapshot.of(read_events(study.place))
     best, other, pruned = snapshot.trials

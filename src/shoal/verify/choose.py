@@ -28,9 +28,10 @@ def without_state(place: Path, snapshot: Snapshot) -> frozenset[int]:
 def choose_trials(
     snapshot: Snapshot, count: int, *, leave_out: Collection[int] = ()
 ) -> list[TrialRow]:
-    """The best finished trial, and others drawn at random, the same each time.
+    """The best finished trial, one that was interrupted, and others drawn at random.
 
-    Where fewer finished, also those that were pruned or stopped and have a checkpoint.
+    They are the same each time. What goes wrong where a trial goes on shows in such a one. Where
+    fewer finished, also those that were pruned or stopped and have a checkpoint.
 
     Raises:
         SpecError: no trial got so far, or ``count`` is less than one.
@@ -54,7 +55,10 @@ def choose_trials(
     others = sorted(finished, key=rank)[1:]
     others = [row for row in others if row.number not in leave_out]
     draw = random.Random(0)
-    chosen = [*best, *draw.sample(others, min(count - len(best), len(others)))]
+    resumed = [row for row in others if row.restarts and not any(b.restarts for b in best)]
+    chosen = [*best, *draw.sample(resumed, min(count - len(best), len(resumed), 1))]
+    others = [row for row in others if row not in chosen]
+    chosen += draw.sample(others, min(count - len(chosen), len(others)))
     return [*chosen, *draw.sample(early, min(count - len(chosen), len(early)))]
 
 
