@@ -13,6 +13,10 @@ class Disagreement(Declined):
     """The slots of an array would take different paths through the model's Python code."""
 
 
+class Unbatched(Disagreement):
+    """Code that goes another way in each slot, whatever the slots hold."""
+
+
 class Untraceable(Declined):
     """A pass that cannot be kept as a graph; operation by operation it runs."""
 

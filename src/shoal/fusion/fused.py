@@ -24,7 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from shoal.frames import user_line
 from shoal.fusion.batches import combined
 from shoal.fusion.crew import Crew, Evaluated, Steps, Trained, Undo, idle_slots, taking_part
-from shoal.fusion.declined import Declined, Disagreement
+from shoal.fusion.declined import Declined, Disagreement, Unbatched
 from shoal.fusion.idle import nothing_for_idle
 from shoal.fusion.level import Level, entered
 from shoal.fusion.loop import error_alone
@@ -39,6 +39,10 @@ from shoal.fusion.stacked import owners
 from shoal.fusion.template import Template
 from shoal.recipe import autocast, loss_and_output
 
+BY_COMPANY = (
+    "where no slot differs it would not, so that the last bits of a trial may show who was beside "
+    "it, and shoal verify would say DIFFERENT"
+)
 SMALL = 4096  # elements of a stacked buffer that is kept before every pass, changed or not
 
 
@@ -318,6 +322,8 @@ class StackedBackend:
         known.looped.append(part)
         self._doubted = part if reason is None else None
         words = reason or f"{type(error).__name__}: {first_line(error)}"
+        if isinstance(error, Disagreement) and not isinstance(error, Unbatched):
+            words = f"{words.removesuffix('.')}; {BY_COMPANY}"
         known.notes.append(f"{part!r} runs slot by slot: {words}")
 
     def _those_that_fail(

@@ -15,7 +15,7 @@ from torch.autograd import Function
 from torch.overrides import _pop_mode_temporarily
 from torch.utils.checkpoint import CheckpointFunction
 
-from shoal.fusion.declined import Disagreement
+from shoal.fusion.declined import Unbatched
 from shoal.fusion.slots import Slots
 
 RUNS_AGAIN = (
@@ -38,7 +38,7 @@ def functions_by_slot(slots: Slots) -> Iterator[None]:
             return alone(*args, **kwargs)
 
         if cls is CheckpointFunction:
-            raise Disagreement(RUNS_AGAIN)
+            raise Unbatched(RUNS_AGAIN)
 
         def one(*args: Any, **kwargs: Any) -> Any:
             with _pop_mode_temporarily():
@@ -47,7 +47,7 @@ def functions_by_slot(slots: Slots) -> Iterator[None]:
                 except RuntimeError as error:
                     if not any(word in str(error) for word in ESCAPED):
                         raise
-            raise Disagreement(
+            raise Unbatched(
                 f"{cls.__qualname__}, which is a torch.autograd.Function, reads parameters or "
                 "runs modules of the model that are not among its arguments."
             )
