@@ -194,7 +194,8 @@ class Hardware:
             threads = whole("threads", threads, 1)
             specs = tuple(replace(spec, threads=threads) for spec in specs)
         limit = _optional_bytes(host_memory) if host_memory is not None else hardware.host_memory
-        cores = None if threads is not None or device_memory is not None else hardware.shared_cores
+        fixed = device_memory is not None and any(spec.kind == "virtual" for spec in specs)
+        cores = None if threads is not None or fixed else hardware.shared_cores
         place = _path(spill_dir)
         return Hardware(devices=specs, host_memory=limit, shared_cores=cores, spill_dir=place)
 
@@ -238,12 +239,14 @@ class Hardware:
     ) -> Hardware:
         """Detected devices of a given width: as many as the cores allow and trials need.
 
-        A trial goes on to the same bits only with the thread count that it began with.
+        A trial goes on to the same bits only with the thread count that it began with. A GPU is
+        worth more than the cores that its threads would have to themselves.
         """
         assert self.shared_cores is not None
         trials *= self._each(technique)
-        count = max(1, min(trials, len(self.devices), self.shared_cores // threads))
-        return self._first(count, threads=threads)
+        virtual = any(device.kind == "virtual" for device in self.devices)
+        by_cores = self.shared_cores // threads if virtual else len(self.devices)
+        return self._first(max(1, min(trials, len(self.devices), by_cores)), threads=threads)
 
     def _first(self, count: int, *, threads: int) -> Hardware:
         """The first ``count`` devices, of that width; virtual ones share the memory of all."""

@@ -128,6 +128,17 @@ def test_detected_devices_are_as_wide_as_a_pipeline_leaves_them(machine):
     assert again.devices == wider.devices
 
 
+@pytest.mark.parametrize("memory", [None, "10GiB"])
+def test_gpus_that_come_later_are_used_with_the_threads_that_a_study_began_with(memory, two_gpus):
+    began = Hardware.parse("cuda:0", memory)
+    (threads,) = {device.threads for device in began.devices}
+
+    more = Hardware.parse("cuda:0,1", memory).with_threads(threads, trials=5)
+
+    assert [(d.name, d.threads) for d in more.devices] == [("cuda:0", 4), ("cuda:1", 4)]
+    assert {d.memory for d in more.devices} == {began.devices[0].memory}
+
+
 def test_devices_idle_that_no_trial_has_and_whose_cores_are_nobody_elses(machine):
     hardware = Hardware.virtual(devices=3, memory="64MiB", threads=1)
     used = hardware.fewer_trials(1)
