@@ -409,8 +409,9 @@ def test_so_has_one_that_was_planned_and_has_saved_nothing(go_on, monkeypatch):
 @BOTH
 def test_trials_that_are_parked_are_saved_and_go_on(technique, tmp_path, warm_workers):
     recipe = twins.rich()
-    options = {"directory": tmp_path, "epochs": 40, "checkpoint_every": "1h"}
-    study = shoal.Study("p", recipe, space=shoal.grid(lr=[1e-2, 3e-3]), time_limit=1.0, **options)
+    space = shoal.grid(lr=[1e-2, 3e-3])
+    options = {"space": space, "directory": tmp_path, "epochs": 40, "checkpoint_every": "1h"}
+    study = shoal.Study("p", recipe, time_limit=1.0, **options)
     asked = {
         "hardware": shoal.Hardware.virtual(devices=2, memory="64MiB"),
         "technique": technique,
@@ -418,9 +419,10 @@ def test_trials_that_are_parked_are_saved_and_go_on(technique, tmp_path, warm_wo
         "workers": warm_workers,
     }
     report, runs = study.run(**asked), 1
-    while runs < 40 and any(trial.state != "FINISHED" for trial in report.trials):
+    while runs < 20 and any(trial.state != "FINISHED" for trial in report.trials):
         report, runs = study.run(**asked), runs + 1
     assert runs > 1
+    report = shoal.Study("p", recipe, **options).run(**asked)  # where others use the machine
     twins.assert_replicated(report, recipe, technique, epochs=40)
 
 
