@@ -116,6 +116,7 @@ def array_loop(
     later: Sequence[tuple[int, ...]] = (),
     any_layout: bool = False,
     one_base: bool = False,
+    looped: Sequence[str] = (),
 ) -> PlainResult:
     """The plain loop of a trial that trained in an array: in its slot, with nobody beside it.
 
@@ -125,7 +126,9 @@ def array_loop(
     it got on the way: after which step (and its evaluation) which slot of an array of which width;
     of width 1 it trains by itself. ``any_layout``: the array was one of trials whose batches vary
     in length, so that those of every length run stacked, and not of the first one's alone.
-    ``one_base``: what is frozen was there once for all of them.
+    ``one_base``: what is frozen was there once for all of them. ``looped``: the parts of the model
+    that ran slot by slot since their code decides by data, as ``array_looped`` of the numerics key
+    names them.
 
     Raises:
         Declined: the trial can be in no array.
@@ -141,7 +144,7 @@ def array_loop(
     }
     with borrowed_process(threads, where):
         seats = tuple(Epoch(seat[0], seat[1], seat[2]) for seat in later)
-        place = SlotPlace(slot, width, kind, seats, any_layout, one_base)
+        place = SlotPlace(slot, width, kind, seats, any_layout, one_base, looped)
         trained = train_in_slot(recipe, hp, seed, place, device=where, **ends)
     member, history = trained.member, trained.history
     return PlainResult(
@@ -171,8 +174,8 @@ class PlainTrial:
 
     ``inherits`` is what ``TrialResult.inherited`` lists; ``place`` the slot and width of the
     array that it trained in, if it did, ``kind`` how that array's passes ran, ``later`` the
-    seats that it got on the way, ``any_layout`` which batches ran stacked, and ``one_base``
-    whether what is frozen was there once (``array_loop``).
+    seats that it got on the way, ``any_layout`` which batches ran stacked, ``one_base`` whether
+    what is frozen was there once, and ``looped`` what ran slot by slot (``array_loop``).
     """
 
     hp: HP
@@ -183,6 +186,7 @@ class PlainTrial:
     later: Sequence[tuple[int, int, int]] = ()
     any_layout: bool = False
     one_base: bool = False
+    looped: Sequence[str] = ()
 
 
 _NOT_IN_ARRAYS = (
@@ -223,7 +227,7 @@ def plain_population(
         told = {name: value for name, value in told.items() if name not in _NOT_IN_ARRAYS}
         slot, width = asked.place
         told |= {"kind": asked.kind, "later": asked.later, "any_layout": asked.any_layout}
-        told["one_base"] = asked.one_base
+        told |= {"one_base": asked.one_base, "looped": asked.looped}
         return array_loop(recipe, asked.hp, asked.seed, slot=slot, width=width, **told)
 
     with ambient.watching(recipe) as here:  # each has what its code keeps in globals for itself

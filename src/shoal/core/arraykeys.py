@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 ARRAY_KEYS = frozenset(
     (
         *("array", "array_pass", "array_floats", "array_widths", "array_layouts"),
         "array_weights",
+        "array_looped",
     )
 )
 """What a numerics key says of a trial's array."""
@@ -20,6 +21,15 @@ LEAST_BASE_BYTES = 1 << 16
 """Smaller ones have a row for each slot: biases, norms, a head that is drawn and not trained."""
 
 
+LOOPED = "array_looped"
+"""Where it names the parts of the model that run slot by slot, since code in them decides by data.
+
+A part that loops rounds as it does alone, and another way where it runs for all slots at once. So
+those that a dry run found do from the first step on, whether or not slots decide alike: who is
+beside a trial is nothing to its bits.
+"""
+
+
 def stacks_all(key: Mapping[str, object]) -> bool:
     """Whether batches of every layout run stacked, in an array of trials with such a key."""
     return key.items() >= ALL_LAYOUTS.items()
@@ -28,6 +38,16 @@ def stacks_all(key: Mapping[str, object]) -> bool:
 def has_one_base(key: Mapping[str, object]) -> bool:
     """Whether an array of trials with such a key has what is frozen once."""
     return key.items() >= ONE_BASE.items()
+
+
+def looped_in(key: Mapping[str, object]) -> tuple[str, ...]:
+    """The parts that run slot by slot in an array of trials with such a key (``LOOPED``)."""
+    return tuple(filter(None, str(key.get(LOOPED, "")).split(", ")))
+
+
+def told_of_looped(parts: Iterable[str]) -> str:
+    """What ``looped_in`` reads; "" of none."""
+    return ", ".join(sorted(set(parts)))
 
 
 class Base(NamedTuple):

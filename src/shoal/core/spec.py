@@ -301,7 +301,8 @@ class WidthMeasure:
     are kept between steps, beside what the trials hold: graphs on a GPU have memory of their own.
     ``evaluates_each``: slots are evaluated one by one, and those that are not cost nothing.
     ``passes``: of a step, on average: one for each length of its slots' batches, whose sizes
-    ``lengths`` tells, where they vary.
+    ``lengths`` tells, where they vary. ``looped``: the parts that run slot by slot since slots
+    decided otherwise in them by their data.
     """
 
     width: int
@@ -322,6 +323,7 @@ class WidthMeasure:
     evaluates_each: bool = False
     passes: float = 1.0
     lengths: str = ""
+    looped: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -95,6 +95,7 @@ class Array:
     stacked (``layout_of``); without one the first batches after a change of members say it.
     With ``any_layout`` all do, in a pass for each layout: of trials whose batches vary in length.
     With ``one_base`` weights that are frozen are there once, for trials that all have the same.
+    ``looped`` are parts of the models that run slot by slot (``Crew``).
     ``stacking`` makes the rows. ``seat`` is the slot of the only member, and how many there are:
     nobody is in the others, and no more than the rows is there at any moment.
 
@@ -111,11 +112,12 @@ class Array:
         usual: Hashable = None,
         any_layout: bool = False,
         one_base: bool = False,
+        looped: Sequence[str] = (),
         stacking: Callable[..., Stacked] = Stacked,
         seat: tuple[int, int] | None = None,
     ) -> None:
         self.device = torch.device(device)
-        self._known_usual = usual
+        self._known_usual, self._looped = usual, looped
         self._stacking = functools.partial(stacking, one_base=True) if one_base else stacking
         self.backend: ArrayBackend = StackedBackend() if backend is None else backend
         self._lone = LoopBackend()
@@ -162,6 +164,7 @@ class Array:
             stacked=stacked or self._stacking([member.module for member in members]),
             streams=SlotStreams([member.rng for member in members], self.device),
             device=self.device,
+            looped=self._looped,
         )
         self._finisher = Finisher(self._crew, self.backend, self._names_held)
         self._usual = self._known_usual  # the layout of batches that run stacked
@@ -209,6 +212,11 @@ class Array:
     def notes(self) -> Sequence[str]:
         """In words, what runs slot by slot and why."""
         return self.backend.notes if self._own is None else self._own.notes
+
+    @property
+    def by_data(self) -> Sequence[str]:
+        """The parts of them in which slots came to decide otherwise by their data."""
+        return self.backend.by_data if self._own is None else self._own.by_data
 
     @property
     def crew(self) -> Crew:

@@ -20,12 +20,16 @@ Parts = Sequence[Callable[[], Any]]
 
 @dataclass(slots=True)
 class Crew:
-    """The members in their slots, with their tensors and random streams."""
+    """The members in their slots, with their tensors and random streams.
+
+    ``looped``: parts of their models that are to run slot by slot (``core.arraykeys.LOOPED``).
+    """
 
     members: Sequence[Member]
     stacked: Stacked
     streams: SlotStreams
     device: torch.device
+    looped: Sequence[str] = ()
     _holders: dict[int, tuple[nn.Module, Holders]] = field(default_factory=dict)
 
     @property
@@ -125,6 +129,11 @@ class ArrayBackend(Protocol):
     @property
     def notes(self) -> Sequence[str]:
         """In words, what runs slot by slot and why."""
+        ...
+
+    @property
+    def by_data(self) -> Sequence[str]:
+        """Parts that run slot by slot because slots came to decide otherwise there."""
         ...
 
     @property

@@ -39,10 +39,6 @@ from shoal.fusion.stacked import owners
 from shoal.fusion.template import Template
 from shoal.recipe import autocast, loss_and_output
 
-BY_COMPANY = (
-    "where no slot differs it would not, so that the last bits of a trial may show who was beside "
-    "it, and shoal verify would say DIFFERENT"
-)
 SMALL = 4096  # elements of a stacked buffer that is kept before every pass, changed or not
 
 
@@ -51,6 +47,7 @@ class Learnt:
     """What one kind of pass cannot do for all slots at once, and why."""
 
     looped: list[str] = field(default_factory=list)
+    by_data: list[str] = field(default_factory=list)  # those of them that slots disagreed in
     own_factories: bool = False
     own_base: bool = False  # each slot has for itself what is in memory once (``Stacked.given``)
     replaced: tuple[str, ...] = ()  # buffers that the code makes anew
@@ -58,18 +55,19 @@ class Learnt:
     notes: list[str] = field(default_factory=list)
 
     def copy(self) -> Learnt:
-        return replace(self, looped=list(self.looped), notes=list(self.notes))
+        looped, by_data, notes = list(self.looped), list(self.by_data), list(self.notes)
+        return replace(self, looped=looped, by_data=by_data, notes=notes)
 
 
-def _known_before(module: nn.Module) -> Learnt:
-    """That a norm without a rate counts its batches in Python, whoever is in the other slots.
+def _known_before(module: nn.Module, looped: Sequence[str]) -> Learnt:
+    """What is ``looped``, and norms without a rate: they count their batches in Python.
 
     Slots that have counted as far agree on the number, and others come to them later.
     """
-    learnt = Learnt()
+    learnt = Learnt(list(looped))
     for path, child in module.named_modules() if module.training else ():
         counts = isinstance(child, _BatchNorm) and child.track_running_stats
-        if path and counts and child.momentum is None:
+        if path and counts and child.momentum is None and path not in looped:
             learnt.looped.append(path)
             learnt.notes.append(f"{path!r} runs slot by slot: it counts its batches in Python")
     return learnt
@@ -94,6 +92,11 @@ class StackedBackend:
         every = (note for learnt in self._learnt.values() for note in learnt.notes)
         return tuple(dict.fromkeys(every))
 
+    @property
+    def by_data(self) -> Sequence[str]:
+        """Parts that run slot by slot because slots came to decide otherwise there."""
+        return tuple({part: None for known in self._learnt.values() for part in known.by_data})
+
     def changed(self, crew: Crew) -> None:
         """The next pass makes the template anew; what was learnt to be looped stays so."""
         self._templates.clear()
@@ -108,7 +111,7 @@ class StackedBackend:
     def _known_of(self, crew: Crew) -> Learnt:
         kind = self._kind(crew)
         if kind not in self._learnt:
-            self._learnt[kind] = _known_before(crew.members[0].module)
+            self._learnt[kind] = _known_before(crew.members[0].module, crew.looped)
         return self._learnt[kind]
 
     def _current(self, crew: Crew) -> Template:
@@ -323,7 +326,7 @@ class StackedBackend:
         self._doubted = part if reason is None else None
         words = reason or f"{type(error).__name__}: {first_line(error)}"
         if isinstance(error, Disagreement) and not isinstance(error, Unbatched):
-            words = f"{words.removesuffix('.')}; {BY_COMPANY}"
+            known.by_data.append(part)
         known.notes.append(f"{part!r} runs slot by slot: {words}")
 
     def _those_that_fail(

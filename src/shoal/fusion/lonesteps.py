@@ -15,6 +15,7 @@ class LoneSteps:
     """In the place of ``OwnSteps``, where no pass is one of all slots."""
 
     notes: Sequence[str] = ("steps run slot by slot",)
+    by_data: Sequence[str] = ()
 
     def __init__(self) -> None:
         self._own: dict[int, OwnStep] = {}  # by slot

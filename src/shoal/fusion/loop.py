@@ -27,6 +27,7 @@ class LoopBackend:
     """One model after the other; the bits are those of a trial alone."""
 
     notes: Sequence[str] = ()
+    by_data: Sequence[str] = ()
     stacks_gradients = False
     steps: Steps | None = None
 

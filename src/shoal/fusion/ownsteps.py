@@ -95,6 +95,12 @@ class OwnSteps:
         ]
         return "what a step does between its models runs slot by slot", *found
 
+    @property
+    def by_data(self) -> Sequence[str]:
+        """Parts that run slot by slot because slots came to decide otherwise there."""
+        every = [(name, part) for name, model in self._models.items() for part in model.by_data]
+        return tuple(f"{name}.{part}" if name else part for name, part in every)
+
     def changed(self, crew: Crew) -> None:
         """The crew has other members than before."""
         self._crew = None
@@ -307,7 +313,8 @@ def _part(crew: Crew, name: str) -> Crew:
         {key: owner[prefix + key] for key, _ in child.named_buffers()},
     )
     members = [dataclasses.replace(m, module=_child(m.module, name)) for m in crew.members]
-    return Crew(members=members, stacked=stacked, streams=crew.streams, device=crew.device)
+    looped = tuple(p.removeprefix(prefix) for p in crew.looped if p.startswith(prefix))
+    return Crew(members, stacked, crew.streams, crew.device, looped)
 
 
 def _child(module: nn.Module, name: str) -> nn.Module:

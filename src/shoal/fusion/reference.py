@@ -69,8 +69,8 @@ Inherits = Mapping[int, Inherited]
 class SlotPlace(NamedTuple):
     """A slot of an array of ``width``, and how its passes run; and which seats it has later.
 
-    ``any_layout``: batches of every layout run stacked; ``one_base``: what is frozen is there once
-    (``Array``).
+    ``any_layout``: batches of every layout run stacked; ``one_base``: what is frozen is there
+    once; ``looped``: parts of the model that run slot by slot (``Array``).
     """
 
     slot: int
@@ -79,6 +79,7 @@ class SlotPlace(NamedTuple):
     later: Sequence[Epoch] = ()
     any_layout: bool = False
     one_base: bool = False
+    looped: Sequence[str] = ()
 
 
 class _Loop:
@@ -87,7 +88,7 @@ class _Loop:
     def __init__(
         self, recipe: Recipe, hp: HP, seed: int, place: SlotPlace, device: torch.device
     ) -> None:
-        slot, width, kind, _, self._any_layout, self._one_base = place
+        slot, width, kind, _, self._any_layout, self._one_base, self._looped = place
         self._recipe, self._slot, self._width, self._kind = recipe, slot, width, kind
         self._seed, self._device = seed, device
         self._later = {epoch.step: epoch for epoch in place.later}
@@ -131,6 +132,7 @@ class _Loop:
             usual=self._usual,
             any_layout=self._any_layout,
             one_base=self._one_base and not is_alone,
+            looped=self._looped,
         )
         array.widen(self._slot, self._width)
         return array

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from shoal.core.arraykeys import ALL_LAYOUTS, ARRAY_KEYS, ONE_BASE, Base
+from shoal.core.arraykeys import ALL_LAYOUTS, ARRAY_KEYS, LOOPED, ONE_BASE, Base
 from shoal.core.plan import (
     ArrayPlace,
     ArrayRoom,
@@ -30,11 +30,15 @@ IN_SHARDS = " spilled"
 
 
 class ArraySlot(NamedTuple):
-    """Which array, where in it, and the floats of the trial's code."""
+    """Which array, where in it, the floats of the trial's code, and what runs slot by slot.
+
+    ``looped`` is what its key says of that (``core.arraykeys.LOOPED``).
+    """
 
     group: str
     slot: int
     constants: str
+    looped: str = ""
 
 
 class Later(NamedTuple):
@@ -104,6 +108,8 @@ def in_array(
         key |= {"array_pass": f"compiled, {compiler}", "array_floats": constants}
     if "array_batches" in job.numerics:
         key |= ALL_LAYOUTS
+    if place.looped and found.kind != "branches":
+        key[LOOPED] = place.looped
     if BASE in job.numerics:
         key, why = {**key, **ONE_BASE}, (*why, _told_of_base(job))
     own = _room(job, place, found, captures=captures, taken=taken)
@@ -255,6 +261,8 @@ def in_spilled_array(
         key["array_pass"] = passes
     if "array_batches" in job.numerics:
         key |= ALL_LAYOUTS
+    if place.looped:
+        key[LOOPED] = place.looped
     if job.numerics.get("optimizer_place") not in (None, "cpu"):
         key["optimizer_place"] = plan.technique.optimizer
     if BASE in job.numerics:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from shoal.core.arraykeys import LOOPED, told_of_looped
 from shoal.core.spec import PassKind, Scalar, WidthMeasure
 from shoal.fusion.lengths import is_open, kind_in, with_kind
 from shoal.fusion.match import Signature
@@ -38,6 +40,19 @@ class Shape:
     def base(self) -> str:
         """What names the frozen weights that its trials share; "" where each has its own."""
         return base_in(self.signature)
+
+    def looped(self, keys: Iterable[Mapping[str, Scalar]]) -> str:
+        """Which parts run slot by slot in its arrays: as ``keys`` on record have it, if any do.
+
+        All of its arrays are to say the same, or a trial's bits would tell of who was planned
+        before it; but those whose slots run one after the other say nothing.
+        """
+        seen = (key for key in keys if "array" in key and key.get("array_pass") != "branches")
+        if (before := next(seen, None)) is not None:
+            return str(before.get(LOOPED, ""))
+        cut = (plan for plan in self.spilled.values() if isinstance(plan, SpilledArrayPlan))
+        every = [*(one.looped for one in self.found.values()), *(plan.looped for plan in cut)]
+        return told_of_looped(itertools.chain.from_iterable(every))
 
     @property
     def varies(self) -> bool:

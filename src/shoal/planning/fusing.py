@@ -509,13 +509,13 @@ class Fusing:
             praised = (praise(found, shape.notes, len(trials)), *told_of_passes([found], width))
             why = shape.why or praised
             later = self._later(shape, trials, before, kind, asking, job)
+            place = place._replace(looped=shape.looped(self._of(shape)))
             args = (job, place, found, why, shape.compiler)
             return in_array(*args, captures=captures, taken=taken), later
         words = "shards were asked for" if fits else f"{width} of them do not fit the device"
-        if self._spilling is None:
-            return replace(job, why=(*job.why, f"unfused: {words}")), None
-        if found.kind in UNCUT:
-            words = f"{words}, and {UNCUT[found.kind]} are not cut into shards"
+        if self._spilling is None or found.kind in UNCUT:
+            if self._spilling is not None:
+                words = f"{words}, and {UNCUT[found.kind]} are not cut into shards"
             return replace(job, why=(*job.why, f"unfused: {words}")), None
         spilled = self._spilled(shape, trials, width, asking, fits=fits)
         if isinstance(spilled, str):
@@ -532,6 +532,7 @@ class Fusing:
         passes = kind if before is not None and kind else "eager"
         closes = shape.closes if before is None else "array_widths" in before
         later = Later(from_key(before or {})) if closes else None
+        place = place._replace(looped=shape.looped(self._of(shape)))
         return in_spilled_array(job, place, spilled, width, why, passes, taken), later
 
     def _found(
@@ -545,8 +546,7 @@ class Fusing:
         """An array, eager where there is no graph of it; and whether passes are captured."""
         found = self._look_at(shape, trials, candidate, asking, job)
         if found.declined and candidate.kind == "traced":  # the same bits, operation by operation
-            eager = Candidate(candidate.width, "eager")
-            found = self._look_at(shape, trials, eager, asking, job)
+            found = self._look_at(shape, trials, candidate._replace(kind="eager"), asking, job)
         if found.declined:
             return found, True
         return self._with_room(shape, trials, found, asking, job)

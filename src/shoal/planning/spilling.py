@@ -101,6 +101,7 @@ class SpilledArrayPlan:
     host_bytes: Bytes  # of the array, beside its trials' homes
     passes: float = 1.0  # of a micro-batch, where batches vary in length
     lengths: str = ""
+    looped: tuple[str, ...] = ()  # parts whose code slots ran otherwise, by their data
 
     @property
     def in_shards(self) -> InShards:
@@ -230,7 +231,8 @@ class Spilling:
             plan = self._plan(measure, exact, choice.technique, request, rows, stacked.passes)
             if isinstance(plan, SpilledArrayPlan):
                 passes, lengths = stacked.passes, stacked.lengths
-                return replace(plan, build_s=stacked.build_s, passes=passes, lengths=lengths)
+                plan = replace(plan, build_s=stacked.build_s, passes=passes, lengths=lengths)
+                return replace(plan, looped=stacked.looped)
             closest = plan
         return closest
 

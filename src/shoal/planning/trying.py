@@ -237,6 +237,7 @@ def found_of(
         evaluates_each=any(found.evaluates_each for found in tries),
         passes=max(found.passes for found in tries),
         lengths=next((found.lengths for found in tries if found.lengths), ""),
+        looped=tuple(sorted({part for found in tries for part in found.looped})),
     )
 
 

@@ -363,7 +363,7 @@ class ArrayTry:
     device has no room for it, and only a trial alone is there to be timed, if that.
     ``once_s``: seconds of each contender (``TimedArray``), roughly; 0 if there is none. A
     step's are of ``steps`` of them, one after another. ``passes``: of a step, one for each of the
-    ``lengths``.
+    ``lengths``. ``looped``: parts that run slot by slot since slots decided otherwise in them.
     """
 
     declined: str = ""
@@ -383,6 +383,7 @@ class ArrayTry:
     steps: int = 1
     passes: float = 1.0
     lengths: str = ""
+    looped: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,7 +401,7 @@ class MeasuredArrayShards:
     ``is_over``: a unit needs more than the device has, and smaller shards may do.
     ``build_s``: what it takes to cut the model. ``passes``: of each micro-batch on average, one
     for each length among its batches, which are ``lengths`` in words. ``batch_bytes``: of the
-    batches that were measured, one for each slot.
+    batches that were measured, one for each slot. ``looped`` as of ``ArrayTry``.
     """
 
     trial: int
@@ -411,6 +412,7 @@ class MeasuredArrayShards:
     passes: float = 1.0
     lengths: str = ""
     batch_bytes: Bytes = NO_BYTES
+    looped: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from shoal.core.arraykeys import has_one_base, stacks_all
+from shoal.core.arraykeys import has_one_base, looped_in, stacks_all
 from shoal.core.errors import ShoalError, SpecError, StorageError
 from shoal.core.seats import epochs_of
 from shoal.frames import user_line
@@ -288,6 +288,7 @@ def _as_plain(row: TrialRow) -> PlainTrial:
     places: dict[str, Any] = {"place": place, "kind": kind, "later": later}
     places["any_layout"] = stacks_all(row.numerics)
     places["one_base"] = has_one_base(row.numerics)
+    places["looped"] = looped_in(row.numerics)
     return PlainTrial(hp=first, seed=row.seed, inherits=inherits, **places)
 
 

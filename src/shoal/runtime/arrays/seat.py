@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from shoal.core.arraykeys import has_one_base, stacks_all
+from shoal.core.arraykeys import has_one_base, looped_in, stacks_all
 from shoal.core.errors import CapacityError
 from shoal.core.plan import ArrayPlace, Job
 from shoal.core.technique import Spilled
@@ -208,6 +208,7 @@ class ArraySeat:
                 usual=None if varies else _usual_layout(session, where),
                 any_layout=varies,
                 one_base=has_one_base(session.job.numerics),
+                looped=looped_in(session.job.numerics),
                 stacking=partial(Stacked, device=where),
                 seat=(slot, self.place.width),
             )

@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from shoal.bound import bound
-from shoal.core.arraykeys import has_one_base, stacks_all
+from shoal.core.arraykeys import has_one_base, looped_in, stacks_all
 from shoal.core.technique import Spilled, kept_heads, kept_shards
 from shoal.device import Device
 from shoal.fusion import Array, Member
@@ -210,6 +210,7 @@ class SpilledArray:
             usual=self._usual,
             any_layout=self._any_layout,
             one_base=self._one_base,
+            looped=looped_in(self._job.numerics),
             stacking=Unplaced,
         )
         array.widen(slot, self._width)

@@ -131,8 +131,10 @@ class StackedMeasure:
         self._meter, self._wall, self._as_whole = meter, wall, as_whole
         self._device, self._one_base, self._any_layout = meter.device, one_base, any_layout
 
-    def shards(self, cuts: Sequence[int]) -> tuple[ShardSpec, ...]:
+    def shards(self, cuts: Sequence[int]) -> tuple[tuple[ShardSpec, ...], tuple[str, ...]]:
         """The shards between ``cuts``; parameters, state and steps are the caller's to fill.
+
+        And which parts run slot by slot since slots decide otherwise in them by their data.
 
         Raises:
             Declined: in shards the pass is another one, or does not run.
@@ -149,7 +151,8 @@ class StackedMeasure:
             for _ in range(TIMED):
                 self._walk(opened, spans, costs, counted=False)
         _share_times(self._chain, spans, costs)
-        return tuple(_spec(index, span, costs) for index, span in enumerate(spans))
+        shards = tuple(_spec(index, span, costs) for index, span in enumerate(spans))
+        return shards, tuple(backend.by_data)
 
     @contextmanager
     def _opened(self, backend: ShardBackend, spans: Sequence[tuple[int, int]]) -> Iterator[_Open]:

@@ -281,6 +281,7 @@ class ArrayBench:
             steps=len(steps),
             passes=passes_of(steps) if self._crowd.varies and backend.stacks_gradients else 1.0,
             lengths=self._crowd.lengths(width),
+            looped=tuple(array.by_data),
         )
 
     def _differs(self, width: int, backend: ArrayBackend) -> str:
@@ -446,7 +447,7 @@ class ArrayBench:
             hp = HyperParameters(trial.hp)
             chain = chain_for(self._recipe, hp, trial.seed, self._where, order.num_layers)
             build_s = Seconds(time.perf_counter() - began)
-            found, batches = self._shards_of_longest(order, chain)
+            found, looped, batches = self._shards_of_longest(order, chain)
             lengths = crowd.lengths(width)
             passes = passes_of(crowd.steps(width)) if order.varies else 1.0
             size = Bytes(sum(map(batch_bytes, batches)))
@@ -457,6 +458,7 @@ class ArrayBench:
                 passes=passes,
                 lengths=lengths,
                 batch_bytes=size,
+                looped=looped,
             )
         except Declined as error:
             return MeasuredArrayShards(trial.number, declined=str(error))
@@ -468,8 +470,11 @@ class ArrayBench:
 
     def _shards_of_longest(
         self, order: MeasureArrayShards, chain: Chain
-    ) -> tuple[tuple[ShardSpec, ...], list[Any]]:
-        """The shards, and the longest batches; but those of which a trial's own code raises."""
+    ) -> tuple[tuple[ShardSpec, ...], tuple[str, ...], list[Any]]:
+        """The shards, what runs slot by slot in them, and the longest batches.
+
+        Without those of which a trial's own code raises.
+        """
         crowd, width, tries = self._crowd, order.width, 0
         while True:
             batches, tries = crowd.longest(width), tries + 1
@@ -484,7 +489,7 @@ class ArrayBench:
                 any_layout=order.varies,
             )
             try:
-                return measure.shards(order.cuts), batches
+                return *measure.shards(order.cuts), batches
             except SlotsRaise as error:
                 raising = [batches[slot] for slot in error.slots]
                 if not crowd.pass_over(raising, width) or tries == MOST_RAISING:

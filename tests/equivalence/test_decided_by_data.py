@@ -1,0 +1,136 @@
+"""Parts that decide by their data run slot by slot, and no bit of a trial tells of the others."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import squads
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import shoal
+from shoal.core.arraykeys import LOOPED
+from shoal.core.spec import WidthMeasure
+from shoal.observe import read_outline
+from shoal.observe.snapshot import Snapshot
+from shoal.plain import array_loop
+from shoal.planner.width import Candidate
+from shoal.planning.arrayshapes import Shape
+from shoal.testing import assert_same
+from shoal.verify.record import read_losses
+
+WIDTH = 48
+
+
+class Router(nn.Module):
+    """Rows go through one of two layers; how many go where is a number of Python's."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 2)
+        # whose rule rounds otherwise than its kernel
+        self.experts = nn.ModuleList([nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)])
+
+    def forward(self, x):
+        scores = self.gate(x).softmax(-1)
+        order = scores[:, 0].argsort()
+        first = int((scores[:, 0] > 0.5).sum())
+        parts = order[:first], order[first:]
+        out = torch.zeros_like(x)
+        for at, rows in enumerate(parts):
+            if len(rows):
+                some = self.experts[at](x[rows]) * scores[rows, at : at + 1]
+                out = out.index_add(0, rows, some)
+        return x + out
+
+
+def routed(hp):
+    return nn.Sequential(nn.Linear(16, WIDTH), nn.Tanh(), Router(), nn.Linear(WIDTH, 3))
+
+
+def data(hp):
+    random = torch.Generator().manual_seed(1)
+    x = torch.randn(64, 16, generator=random)
+    rows = TensorDataset(x, torch.randint(3, (64,), generator=random))
+    return DataLoader(rows, batch_size=16, shuffle=True), DataLoader(rows, 16)
+
+
+def loss(output, batch):
+    return nn.functional.cross_entropy(output, batch[1])
+
+
+def adam(named, hp):
+    return torch.optim.AdamW([p for _, p in named], lr=hp["lr"])
+
+
+RECIPE = shoal.Recipe(model=routed, data=data, loss=loss, optimizer=adam)
+SPACE = shoal.grid(lr=[1e-2, 1e-3, 3e-3])
+
+
+def keys(report):
+    return [dict(row.numerics) for row in Snapshot.of(read_outline(report.directory)).trials]
+
+
+def by_itself(model, batch, optimizers, hp):
+    value = loss(model(batch[0]), batch)
+    optimizers.zero_grad()
+    value.backward()
+    optimizers.step()
+    return value
+
+
+def assert_slots(report, recipe):
+    """Each is its slot with nobody beside it."""
+    assert [key[LOOPED] for key in keys(report)] == ["2"] * len(report.trials)
+    losses, slots = read_losses(report.directory), squads.slots_of(report)
+    for trial in report.trials:
+        slot, width = slots[trial.number]
+        place = {"slot": slot, "width": width, "looped": ["2"]}
+        plain = array_loop(recipe, trial.hp, trial.seed, epochs=2, **place)
+        assert_same(plain, trial, losses=losses[trial.number])
+    squads.assert_verified(report, recipe)
+
+
+@pytest.mark.parametrize("technique", [None, shoal.Spilled(shards=2)])
+def test_what_decided_otherwise_in_a_dry_run_runs_slot_by_slot_for_all(technique, run_study):
+    """Three trials in two slots: the last one is alone in its array."""
+    report = run_study(RECIPE, SPACE, epochs=2, fuse=2, technique=technique)
+    assert_slots(report, RECIPE)
+
+
+def test_without_what_is_on_record_the_bits_would_be_others():
+    place = {"slot": 0, "width": 2, "epochs": 2}
+    found, other = (
+        array_loop(RECIPE, {"lr": 1e-2}, 0, looped=looped, **place) for looped in (["2"], [])
+    )
+    assert found.losses != other.losses
+
+
+def test_models_of_a_step_of_ones_own_do_too(run_study):
+    recipe = dataclasses.replace(RECIPE, step=by_itself)
+    assert_slots(run_study(recipe, SPACE, epochs=2, fuse=2), recipe)
+
+
+def test_trials_that_come_later_do_as_those_on_record(tmp_path, warm_workers):
+    shown = {"progress": False, "timeline": False, "workers": warm_workers}
+    space = {"lr": shoal.log_uniform(1e-3, 1e-2)}
+    study = shoal.Study("routed", RECIPE, space=space, trials=2, epochs=2, directory=tmp_path)
+    shown["hardware"] = shoal.Hardware.virtual(devices=1, memory="64MiB")
+    study.run(fuse=2, **shown)
+    report = study.run(extend=1, **shown)
+    assert len(report.trials) == 3
+    assert_slots(report, RECIPE)
+
+
+def test_what_is_on_record_is_what_all_arrays_of_a_shape_do():
+    shape = Shape(signature=None, group="g")
+    shape.found = {
+        Candidate(2, "eager"): WidthMeasure(width=2, looped=("b", "a")),
+        Candidate(4, "eager"): WidthMeasure(width=4, looped=("c", "a")),
+    }
+    in_turns = {"array": "slot 0 of 2", "array_pass": "branches"}
+    assert shape.looped([]) == shape.looped([{}, in_turns]) == "a, b, c"
+    assert shape.looped([in_turns, {"array": "slot 0 of 2", LOOPED: "b"}]) == "b"
+    assert shape.looped([{"array": "slot 1 of 2"}]) == ""  # they ran without
