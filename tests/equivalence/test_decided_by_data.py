@@ -22,6 +22,8 @@ from shoal.testing import assert_same
 from shoal.verify.record import read_losses
 
 WIDTH = 48
+SOON = 16  # passes; by fewer an array is measured
+LARGE = 3.0
 
 
 class Router(nn.Module):
@@ -57,12 +59,54 @@ def data(hp):
     return DataLoader(rows, batch_size=16, shuffle=True), DataLoader(rows, 16)
 
 
+def with_a_short_batch(hp):
+    """It runs by itself, and so do those that it has the gradients of its step with."""
+    train, valid = data(hp)
+    return DataLoader(train.dataset, batch_size=24, shuffle=True), valid
+
+
 def loss(output, batch):
     return nn.functional.cross_entropy(output, batch[1])
 
 
 def adam(named, hp):
     return torch.optim.AdamW([p for _, p in named], lr=hp["lr"])
+
+
+class Late(nn.Module):
+    """After some steps it takes another way where a batch has a large number."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.after = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.layer = nn.Linear(16, WIDTH)
+        self.register_buffer("passes", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x):
+        self.passes += 1
+        out = self.before(self.layer(x))
+        if self.passes.item() > SOON and x.max().item() > LARGE:
+            out = out.clamp(max=1.0)
+        return self.after(out)
+
+
+class OfRoot(Late):
+    """The whole model decides: there is no part of it that could be looped."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Linear(WIDTH, 3)
+
+    def forward(self, x):
+        return self.last(super().forward(x))
+
+
+def late(hp):
+    return nn.Sequential(Late(), nn.Dropout(0.2), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3))
+
+
+def late_at_its_root(hp):
+    return OfRoot()
 
 
 RECIPE = shoal.Recipe(model=routed, data=data, loss=loss, optimizer=adam)
@@ -106,6 +150,30 @@ def test_without_what_is_on_record_the_bits_would_be_others():
         array_loop(RECIPE, {"lr": 1e-2}, 0, looped=looped, **place) for looped in (["2"], [])
     )
     assert found.losses != other.losses
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": late, "accumulate": 2},
+        {"model": late, "step": by_itself},
+        {"model": late_at_its_root},
+        {"model": late_at_its_root, "accumulate": 2, "data": with_a_short_batch},
+    ],
+)
+def test_who_comes_to_answer_otherwise_is_in_a_pass_by_itself(changes, run_study):
+    recipe = dataclasses.replace(RECIPE, **changes)
+    report = run_study(recipe, SPACE, epochs=8, fuse=3)
+    assert not any(LOOPED in key for key in keys(report))
+    assert squads.widths(report) == [3] * 3
+    squads.assert_verified(report, recipe)
+
+
+def test_in_shards_who_comes_to_answer_otherwise_than_most_goes_on_alone(run_study):
+    recipe = dataclasses.replace(RECIPE, model=late)
+    report = run_study(recipe, SPACE, epochs=8, fuse=3, technique=shoal.Spilled(shards=2))
+    assert 1 in squads.widths(report)
+    squads.assert_verified(report, recipe)
 
 
 def test_models_of_a_step_of_ones_own_do_too(run_study):

@@ -17,7 +17,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from shoal.fusion.admission import require_signature, shared_signature, shell
 from shoal.fusion.batches import elements_of, layout_of, moved_together
 from shoal.fusion.compiled import CompiledBackend
 from shoal.fusion.crew import ArrayBackend, Crew, Trained, taking_part
-from shoal.fusion.declined import Declined
+from shoal.fusion.declined import Declined, Disagreement, answers_of
 from shoal.fusion.finish import Finisher, advance_schedule, names_held
 from shoal.fusion.fused import StackedBackend
 from shoal.fusion.gathered import Gathered
@@ -95,7 +95,8 @@ class Array:
     stacked (``layout_of``); without one the first batches after a change of members say it.
     With ``any_layout`` all do, in a pass for each layout: of trials whose batches vary in length.
     With ``one_base`` weights that are frozen are there once, for trials that all have the same.
-    ``looped`` are parts of the models that run slot by slot (``Crew``).
+    ``looped`` are parts of the models that run slot by slot (``Crew``); where they are given,
+    slots whose code comes to answer otherwise by its data elsewhere run in passes of their own.
     ``stacking`` makes the rows. ``seat`` is the slot of the only member, and how many there are:
     nobody is in the others, and no more than the rows is there at any moment.
 
@@ -112,7 +113,7 @@ class Array:
         usual: Hashable = None,
         any_layout: bool = False,
         one_base: bool = False,
-        looped: Sequence[str] = (),
+        looped: Sequence[str] | None = None,
         stacking: Callable[..., Stacked] = Stacked,
         seat: tuple[int, int] | None = None,
     ) -> None:
@@ -276,11 +277,11 @@ class Array:
             if any(active) and self._any_layout:
                 self._train_by_layout(batches, active, tally, gathered)
             elif any(active):
-                self._train(batches, active, tally)
+                self._train(batches, active, tally, gathered)
         means = tally.means()
         tally.failures.update(self._nonfinite(means, tally))
         stepping = [s for s, count in enumerate(tally.counts) if count and s not in tally.failures]
-        gathered.require_even(stepping)
+        gathered.require_even(tally.together.intersection(stepping))
         mixed = tally.apart & tally.together
         tally.failures.update(self._finisher.finish(stepping, tally.apart, mixed))
         self._failed |= set(tally.failures)
@@ -318,7 +319,9 @@ class Array:
             for slot, batch in enumerate(batches)
         ]
 
-    def _train(self, batches: Sequence[Any], active: Sequence[bool], tally: _Tally) -> None:
+    def _train(
+        self, batches: Sequence[Any], active: Sequence[bool], tally: _Tally, gathered: Gathered
+    ) -> None:
         """Batches of the usual layout at once, the others one by one.
 
         What is usual is settled by the first batches after a change of members, and does not
@@ -334,11 +337,45 @@ class Array:
             for a, layout in zip(active, layouts, strict=True)
         ]
         apart = [a and not t for a, t in zip(active, together, strict=True)]
-        scale = 1 / self._crew.members[0].recipe.accumulate
-        for backend, taking in ((self.backend, together), (self._lone, apart)):
-            if any(taking):
-                trained = backend.train(self._crew, moved, taking, scale)
-                tally.add(taking, trained, is_alone=backend is self._lone)
+        if any(together):
+            self._train_together(moved, together, tally, gathered, adds=gathered.is_used)
+        if any(apart):
+            scale = 1 / self._crew.members[0].recipe.accumulate
+            trained = self._lone.train(self._crew, moved, apart, scale)
+            tally.add(apart, trained, is_alone=True)
+
+    def _train_together(
+        self,
+        moved: Sequence[Any],
+        taking: Sequence[bool],
+        tally: _Tally,
+        gathered: Gathered,
+        *,
+        adds: bool,
+    ) -> None:
+        """A pass, or one for each answer of code that decides by data, of all rows each.
+
+        So whoever answers otherwise is nothing to a slot's bits. ``adds``: some other pass of the
+        step left gradients that are not all slots', or will.
+        """
+        scale, todo = 1 / self._crew.members[0].recipe.accumulate, [taking]
+        while todo:
+            mine = todo.pop(0)
+            try:
+                with gathered.adding(taking_part(mine)) if adds else nullcontext():
+                    trained = self.backend.train(self._crew, moved, mine, scale)
+            except Disagreement as error:
+                if not answers_of(error):
+                    raise
+                if not adds:
+                    gathered.take(tally.together)
+                todo[:0], adds = self._parted(error), True
+            else:
+                tally.add(mine, trained, is_alone=False)
+
+    def _parted(self, error: Disagreement) -> list[list[bool]]:
+        """Who takes part in a pass of those that answer alike, for each answer."""
+        return [[slot in some for slot in range(self.width)] for some in answers_of(error)]
 
     def _train_by_layout(
         self, batches: Sequence[Any], active: Sequence[bool], tally: _Tally, gathered: Gathered
@@ -349,12 +386,9 @@ class Array:
         """
         moved = self._moved(batches, active)
         layouts = [layout_of(b) if a else None for b, a in zip(moved, active, strict=True)]
-        scale = 1 / self._crew.members[0].recipe.accumulate
         for layout in dict.fromkeys(layout for layout in layouts if layout is not None):
             taking = [mine == layout for mine in layouts]
-            with gathered.adding(taking_part(taking)):
-                trained = self.backend.train(self._crew, moved, taking, scale)
-            tally.add(taking, trained, is_alone=False)
+            self._train_together(moved, taking, tally, gathered, adds=True)
 
     def _moved(self, batches: Sequence[Any], active: Sequence[bool]) -> Sequence[Any]:
         if self.device.type == "cpu":
@@ -415,15 +449,24 @@ class Array:
         moved = self._moved(batches, active)
         results: list[dict[str, float] | None] = [None] * self.width
         layouts = [layout_of(b) if a else None for b, a in zip(moved, active, strict=True)]
+        todo = []
         for layout in {layout for layout in layouts if layout is not None}:
             taking = [mine == layout for mine in layouts]
             for slot in taking_part(taking):
                 if self._own is not None or self.is_large(slot, layout):
                     results[slot] = self._evaluate_alone(slot, moved[slot])
                     taking[slot] = False
-            if not any(taking):
+            todo.append(taking)
+        while todo:
+            if not any(taking := todo.pop(0)):
                 continue
-            found = self.backend.evaluate(self._crew, moved, taking)
+            try:
+                found = self.backend.evaluate(self._crew, moved, taking)
+            except Disagreement as error:
+                if not answers_of(error):
+                    raise
+                todo += self._parted(error)
+                continue
             for slot in taking_part(taking):
                 recipe = self._crew.members[slot].recipe
                 loss = found.losses[slot]

@@ -22,14 +22,15 @@ Parts = Sequence[Callable[[], Any]]
 class Crew:
     """The members in their slots, with their tensors and random streams.
 
-    ``looped``: parts of their models that are to run slot by slot (``core.arraykeys.LOOPED``).
+    ``looped``: parts of their models that run slot by slot since code in them decides by data
+    (``core.arraykeys.LOOPED``); None: passes find them, and go on with them looped.
     """
 
     members: Sequence[Member]
     stacked: Stacked
     streams: SlotStreams
     device: torch.device
-    looped: Sequence[str] = ()
+    looped: Sequence[str] | None = None
     _holders: dict[int, tuple[nn.Module, Holders]] = field(default_factory=dict)
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from shoal.core.errors import PlanError
 
 
@@ -10,7 +12,29 @@ class Declined(PlanError):
 
 
 class Disagreement(Declined):
-    """The slots of an array would take different paths through the model's Python code."""
+    """The slots of an array would take different paths through the model's Python code.
+
+    ``groups``: those that take part, by what they answered; empty where that is not known, or
+    others are asked too.
+    """
+
+    def __init__(self, words: str, groups: Sequence[Sequence[int]] = ()) -> None:
+        super().__init__(words)
+        self.groups = groups
+
+
+def answers_of(error: BaseException) -> Sequence[Sequence[int]]:
+    """Slots by what they answered, where more than one answer is why all of them cannot go on."""
+    groups = error.groups if isinstance(error, Disagreement) else ()
+    return groups if len(groups) > 1 else ()
+
+
+def leaving(error: BaseException) -> dict[int, Declined]:
+    """The slots that answered otherwise than most did, with why each of them is to go on alone."""
+    answers = answers_of(error)
+    most = max(answers, key=len, default=())
+    others = (slot for some in answers if some is not most for slot in some)
+    return {slot: Declined(f"most of the others answered otherwise: {error}") for slot in others}
 
 
 class Unbatched(Disagreement):

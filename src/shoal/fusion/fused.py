@@ -24,7 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from shoal.frames import user_line
 from shoal.fusion.batches import combined
 from shoal.fusion.crew import Crew, Evaluated, Steps, Trained, Undo, idle_slots, taking_part
-from shoal.fusion.declined import Declined, Disagreement, Unbatched
+from shoal.fusion.declined import Declined, Disagreement, Unbatched, answers_of
 from shoal.fusion.idle import nothing_for_idle
 from shoal.fusion.level import Level, entered
 from shoal.fusion.loop import error_alone
@@ -111,7 +111,7 @@ class StackedBackend:
     def _known_of(self, crew: Crew) -> Learnt:
         kind = self._kind(crew)
         if kind not in self._learnt:
-            self._learnt[kind] = _known_before(crew.members[0].module, crew.looped)
+            self._learnt[kind] = _known_before(crew.members[0].module, crew.looped or ())
         return self._learnt[kind]
 
     def _current(self, crew: Crew) -> Template:
@@ -303,6 +303,8 @@ class StackedBackend:
         reason, known = _reason(error), self._known_of(crew)
         if reason is None and self._doubted is not None:
             raise error
+        if crew.looped is not None and answers_of(error):
+            raise error  # to loop a part now would round otherwise in all slots
         writes = _writes_what_is_shared(error, reason)
         if writes and not known.own_factories:
             known.own_factories = True

@@ -1,4 +1,6 @@
-"""Gradients of a step whose slots train in several passes, one for each layout of their batches.
+"""Gradients of a step whose slots train in several passes.
+
+One for each layout of their batches, or for each answer that their code gave.
 
 A pass has all rows, whoever takes part, so that a slot's are the same bits in any company. What
 it leaves in rows of others is nobody's gradient. So each pass leaves its gradients by themselves,
@@ -40,6 +42,19 @@ class Gathered:
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._blocks = {name: b for name, b in parameters.items() if b.requires_grad}
         self._there: dict[str, set[int]] = {}  # slots that have a gradient of this name
+
+    @property
+    def is_used(self) -> bool:
+        """Whether some pass left its gradients here."""
+        return bool(self._there)
+
+    def take(self, slots: Iterable[int]) -> None:
+        """What passes of these have left with the blocks so far."""
+        some = set(slots)
+        for name, block in self._blocks.items():
+            if block.grad is not None and some:
+                block.grad = _of_its_own(block.grad)
+                self._there[name] = set(some)
 
     @contextmanager
     def adding(self, slots: Sequence[int]) -> Iterator[None]:

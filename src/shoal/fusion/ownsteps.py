@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from shoal.core.errors import TrialError
 from shoal.fusion.batches import combined, layout_of
 from shoal.fusion.crew import Crew, Undo
-from shoal.fusion.declined import Declined
+from shoal.fusion.declined import Declined, answers_of
 from shoal.fusion.fused import StackedBackend, first_line, give, is_out_of_memory
 from shoal.fusion.installed import places_of
 from shoal.fusion.level import entered
@@ -169,6 +169,10 @@ class OwnSteps:
         try:
             outputs = model.call(how, calls, slots)
         except (Exception, SystemExit) as error:
+            for alike in (answers := answers_of(error)):
+                self._answer([run for run in group if run.slot in alike], are_all)
+            if answers:
+                return
             is_declined = isinstance(error, Declined)
             if is_out_of_memory(error) or (is_declined and len(group) == 1):
                 raise
@@ -313,7 +317,7 @@ def _part(crew: Crew, name: str) -> Crew:
         {key: owner[prefix + key] for key, _ in child.named_buffers()},
     )
     members = [dataclasses.replace(m, module=_child(m.module, name)) for m in crew.members]
-    looped = tuple(p.removeprefix(prefix) for p in crew.looped if p.startswith(prefix))
+    looped = crew.looped and [p.removeprefix(prefix) for p in crew.looped if p.startswith(prefix)]
     return Crew(members, stacked, crew.streams, crew.device, looped)
 
 

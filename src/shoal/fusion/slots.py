@@ -123,7 +123,7 @@ class Slots:
             return leaves[0]
         for slot in set(range(self.width)) - set(taking_part):  # anything of that shape will do
             results[slot] = pytree.tree_map_only(Tensor, Tensor.detach, some)
-        return self._joined(functions[0], results)
+        return self._joined(functions[0], results, taking_part)
 
     def _opened(self, tensor: Tensor) -> tuple[Tensor, int | None]:
         """What is within and its dimension of slots, each slot's as it lies alone."""
@@ -151,20 +151,31 @@ class Slots:
                 f"vmap: {_name(function)} writes into a tensor that all slots share"
             )
 
-    def _joined(self, function: Callable[..., Any], results: Sequence[Any]) -> Any:
-        trees = [pytree.tree_flatten(result) for result in results]
-        if any(tree != trees[0][1] for _, tree in trees):
-            raise Disagreement(f"{_name(function)} returns another structure in every slot.")
-        columns = zip(*(leaves for leaves, _ in trees), strict=True)
-        return pytree.tree_unflatten([self._join(function, c) for c in columns], trees[0][1])
+    def _joined(
+        self, function: Callable[..., Any], results: Sequence[Any], asked: Sequence[int]
+    ) -> Any:
+        """One result for all of those of ``asked`` slots; what the others have is nothing."""
+        found = [pytree.tree_flatten(result) for result in results]
+        tree = found[0][1]
+        if any(other != tree for _, other in found):
+            raise Disagreement(
+                f"{_name(function)} returns another structure in every slot.",
+                _alike([other for _, other in found], asked),
+            )
+        columns = zip(*(leaves for leaves, _ in found), strict=True)
+        return pytree.tree_unflatten([self._join(function, c, asked) for c in columns], tree)
 
-    def _join(self, function: Callable[..., Any], values: Sequence[Any]) -> Any:
+    def _join(
+        self, function: Callable[..., Any], values: Sequence[Any], asked: Sequence[int]
+    ) -> Any:
         first = values[0]
         if isinstance(first, Tensor):
-            shapes = {tuple(value.shape) for value in values}
-            if len(shapes) > 1:
+            shapes = [tuple(value.shape) for value in values]
+            if len(several := set(shapes)) > 1:
                 raise Disagreement(
-                    f"{_name(function)} returns shapes that depend on the data: {sorted(shapes)}."
+                    f"{_name(function)} returns shapes that depend on the data: "
+                    f"{sorted(several)}.",
+                    _alike(shapes, asked),
                 )
             with plainly():
                 stacked = torch.stack(list(values))
@@ -175,8 +186,21 @@ class Slots:
             return first
         raise Disagreement(
             f"{_name(function)} makes a Python {type(first).__name__} of a tensor, and the slots "
-            "differ in it: control flow that depends on the data."
+            "differ in it: control flow that depends on the data.",
+            _alike(values, asked) if isinstance(first, NUMBERS) else (),
         )
+
+
+def _alike(answers: Sequence[Any], slots: Sequence[int]) -> list[list[int]]:
+    """These slots by what they answered; each whose answer is NaN by itself."""
+    groups: list[list[int]] = []
+    for slot in slots:
+        same = (some for some in groups if answers[some[0]] == answers[slot])
+        if (mine := next(same, None)) is None:
+            groups.append([slot])
+        else:
+            mine.append(slot)
+    return groups
 
 
 def _pick(value: Any, dim: int | None, slot: int) -> Any:

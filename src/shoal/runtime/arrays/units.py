@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from shoal.fusion.crew import Crew, idle_slots
-from shoal.fusion.declined import Declined
+from shoal.fusion.declined import Declined, leaving
 from shoal.fusion.fused import filled, first_line, is_out_of_memory, masked
 from shoal.fusion.gathered import require_even
 from shoal.fusion.idle import nothing_for_idle
@@ -498,6 +498,8 @@ class StackedUnits:
             again.put_back(self._crew(), micro)
             if failure is not None:
                 found[slot] = failure
+        if not found:  # of shards before this one they may have run together already
+            found |= leaving(error)
         if not found:
             if isinstance(error, Declined):
                 raise error
@@ -527,7 +529,7 @@ class StackedUnits:
         width = self._crew().width
         probe = replace(micro, batch=[micro.batch[slot]] * width, context=replace(micro.context))
         probe.wires, probe.dims = dict(micro.wires), dict(micro.dims)
-        probe.active = [True] * width
+        probe.active = [other == slot for other in range(width)]
         for other in range(width):
             self._note(probe, self._with_row(probe, other, slot))
         try:
