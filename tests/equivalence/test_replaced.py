@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import importlib.util
 import sys
 import types
@@ -15,6 +16,7 @@ from shoal.launch.replaced import find_changes
 from shoal.source import Change, load_study, with_changes
 
 FILE = """
+import builtins
 import functools
 import torch
 from torch import nn
@@ -25,6 +27,7 @@ from registering import KINDS, register
 
 forward = nn.Linear.forward
 nn.functional.gelu = lambda x: 2 * x
+builtins.spread = lambda x: x.square().mean()
 
 @functools.wraps(forward)
 def mine(self, x):
@@ -47,7 +50,7 @@ def data(hp):
     return [(torch.rand(5, 4, generator=draws), torch.rand(5, 1, generator=draws))] * 3, None
 
 def loss(output, batch):
-    return (output - batch[1]).square().mean()
+    return spread(output - batch[1])
 
 recipe = shoal.Recipe(model=model, data=data, loss=loss)
 study = shoal.Study("replaced", recipe, space={"lr": 0.1}, steps=3)
@@ -81,6 +84,7 @@ def written(tmp_path, monkeypatch):
     for kind in (nn.Linear, nn.Sigmoid):
         monkeypatch.setattr(kind, "forward", kind.forward)
     monkeypatch.setattr(nn.functional, "gelu", nn.functional.gelu)  # and back afterwards
+    monkeypatch.setattr(builtins, "spread", None, raising=False)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "patches.py").write_text(PATCHES)
     (tmp_path / "registering.py").write_text(REGISTERING)
@@ -100,6 +104,13 @@ def test_functions_and_classes_of_the_file_are_where_it_put_them(
     assert_alone(report, report.trials, recipe, steps=3)
     monkeypatch.undo()  # and a worker that goes on to another study has none of it
     assert_usual(run_study, assert_alone, space)
+
+
+def test_a_builtin_that_a_file_has_made_is_one_change(monkeypatch):
+    """It was one of every module that is imported here, and workers imported all of these."""
+    mine = eval("lambda x: x", {"__name__": "__main__"})
+    monkeypatch.setattr(builtins, "mine", mine, raising=False)
+    assert [c.full_name for c in find_changes() if c.value is mine] == ["builtins.mine"]
 
 
 def test_what_a_package_wrote_and_loaded_under_its_own_name_stays_here(tmp_path, monkeypatch):

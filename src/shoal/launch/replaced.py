@@ -9,6 +9,7 @@ their modules have of themselves.
 
 from __future__ import annotations
 
+import builtins
 import gc
 import sys
 from collections.abc import Iterator, Mapping
@@ -25,7 +26,7 @@ def find_changes() -> tuple[Change, ...]:
     """All of them, in modules that are imported in this process."""
     of_file = _code_of_file()
     anywhere = of_file | _code_of_modules()
-    found: list[Change] = []
+    found = [*_changes_in("builtins", builtins, anywhere)]
     for name, module in _modules():
         code = anywhere if any(place in _file_of(module) for place in INSTALLED) else of_file
         found += _changes_in(name, module, code)
@@ -90,6 +91,7 @@ def _metaclasses(kind: type[type] = type) -> Iterator[type]:
 
 def _changes_in(module: str, of: ModuleType, code: Mapping[int, Any]) -> Iterator[Change]:
     known = dict(vars(of))
+    known.pop("__builtins__", None)  # the same ones in every module
     yield from _among(known, code, Change(module, "", "", None))
     for name, value in known.items():
         if type(value) is dict:
@@ -99,6 +101,8 @@ def _changes_in(module: str, of: ModuleType, code: Mapping[int, Any]) -> Iterato
 
 
 def _among(values: Mapping[Any, Any], code: Mapping[int, Any], where: Change) -> Iterator[Change]:
+    if code.keys().isdisjoint(map(id, values.values())):  # nearly always
+        return
     for name, key in [(name, id(one)) for name, one in values.items() if id(one) in code]:
         if type(name) is str:
             yield where._replace(name=name, value=code[key])
