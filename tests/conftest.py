@@ -17,11 +17,13 @@ import pytest
 import torch
 
 import shoal
+import shoal.launch.plan
 import shoal.pipeline.processes
 import shoal.resume.code
 import shoal.runtime.pool
 from shoal import forkserver
 from shoal.forkserver import ForkServer
+from shoal.launch.replaced import find_changes
 from shoal.pipeline.processes import StageProcesses
 from shoal.planning import Planner
 from shoal.runtime.pool import WorkerPool
@@ -149,6 +151,23 @@ def one_parse_of_a_text():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shoal.resume.code, "_File", file_of)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_look_at_modules():
+    """Thousands are imported here, and what tests have put into packages is the same for all."""
+    found = find_changes()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shoal.launch.plan, "find_changes", lambda: found)
+        yield
+
+
+@pytest.fixture
+def look_at_modules(one_look_at_modules):
+    """Each study of this test looks for what was put into modules, as any study does."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shoal.launch.plan, "find_changes", find_changes)
         yield
 
 

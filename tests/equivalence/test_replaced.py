@@ -79,6 +79,9 @@ def make(name):
 """
 
 
+pytestmark = pytest.mark.usefixtures("look_at_modules")
+
+
 @pytest.fixture
 def written(tmp_path, monkeypatch):
     for kind in (nn.Linear, nn.Sigmoid):
