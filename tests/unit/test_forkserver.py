@@ -240,8 +240,7 @@ def test_one_that_is_not_wanted_any_more_never_begins(folder):
     server.close()
 
 
-def test_a_server_that_dies_takes_its_workers_along_and_another_begins(folder):
-    server = ForkServer()
+def test_a_server_that_dies_takes_its_workers_along_and_another_begins(server, folder):
     worker = Worker(server, folder)
     pid = worker.tell()[0]
 
@@ -250,18 +249,6 @@ def test_a_server_that_dies_takes_its_workers_along_and_another_begins(folder):
     assert worker.process.wait(60) == -signal.SIGKILL
     _until(lambda: not Path(f"/proc/{pid}").exists() or _state(pid) == "Z")
     assert Worker(server, folder).tell()[4]
-    server.close()
-
-
-def test_closing_ends_all_of_them(folder):
-    server = ForkServer()
-    workers = [Worker(server, folder) for _ in range(3)]
-    pids = [worker.tell()[0] for worker in workers]
-
-    server.close()
-
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
-    assert [worker.process.poll() for worker in workers] == [-signal.SIGKILL] * 3
 
 
 @pytest.mark.full
@@ -298,6 +285,16 @@ def test_one_that_is_asked_for_as_the_server_ends_starts_for_itself(folder):
     assert isinstance(worker.process, subprocess.Popen)
     assert worker.exit(3) == 3
     server.close()
+
+
+def test_closing_ends_all_of_them(server, folder):
+    workers = [Worker(server, folder) for _ in range(3)]
+    pids = [worker.tell()[0] for worker in workers]
+
+    server.close()
+
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert [worker.process.poll() for worker in workers] == [-signal.SIGKILL] * 3
 
 
 def test_a_killed_process_leaves_no_server_and_no_worker(folder):
