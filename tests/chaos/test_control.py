@@ -50,7 +50,7 @@ from shoal.ui.control import (
 )
 from shoal.verify import read_losses
 
-STEPS = 240
+STEPS = 120
 TECHNIQUES = {"resident": None, "spilled": shoal.Spilled(shards=3)}
 
 
@@ -73,7 +73,7 @@ class Bench:
         hardware = shoal.Hardware.virtual(devices=devices, memory="64MiB")
         with self._monkeypatch.context() as short:
             if devices > 1:  # a worker is not through before the study hears of its steps
-                short.setattr(floor, "LEASE_S", 0.2)
+                short.setattr(floor, "LEASE_S", 0.1)
             return study.run(
                 hardware=hardware,
                 technique=technique,
