@@ -51,6 +51,7 @@ def test_a_model_that_cannot_even_begin_fails_alone(technique, accident, check):
         assert "ValueError: the model cannot begin" in trial.error
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("technique", "devices"), PLACES)
 def test_a_worker_killed_with_9_costs_time_and_no_bits(technique, devices, check, tmp_path):
     flag = tmp_path / "killed"

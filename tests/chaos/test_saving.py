@@ -51,6 +51,7 @@ def model(hp):
 RECIPE = shoal.Recipe(model=model, data=data, loss=loss)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("technique", ["resident", "spilled"])
 def test_a_generation_has_the_bits_of_its_step_though_its_trial_was_granted_again(
     technique, run_study, tmp_path

@@ -60,6 +60,7 @@ def test_of_shards_that_travel_and_two_trials_at_a_time(model, precision, train)
     assert all(moved["STORE s1 m0 saved"])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("spills", [(0, 1, 2, 3), (0, 3), (1,)])
 @pytest.mark.parametrize(
     ("place", "lookahead"),
@@ -88,6 +89,7 @@ def test_beside_shards_that_stay_and_inputs_that_wait(place, lookahead, spills, 
     assert shards_of(moved, "F") == {f"s{shard}" for shard in spills}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
     "model",
@@ -182,6 +184,7 @@ class Noted(nn.Module):
         return x + y
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("optimizer", "precision"),
     [
@@ -215,6 +218,7 @@ def test_norms_drops_functions_checkpoints_views_and_what_a_module_remembers(
     assert len(shards_of(moved, "STORE")) == 6
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "name", ["SharedBoundary", "Skips", "Glue", "SharedLayer", "SharedArgument"]
 )

@@ -22,6 +22,7 @@ def train(watch):
     return run
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("lookahead", [0, 1, 2])
 @pytest.mark.parametrize("place", ["device", "host"])
 def test_two_trials_whose_inputs_wait_on_the_host_have_the_plain_bits(place, lookahead, train):
@@ -61,6 +62,7 @@ class Still(traps.Chain):
         return nn.Sequential(nn.Linear(traps.WIDTH, traps.WIDTH), nn.GELU())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("order", "precision"), [("micro", "fp32"), ("shard", "fp32"), ("shard", "bf16")]
 )

@@ -59,6 +59,7 @@ def train(watch, jobs):
 # -- the plain loop's bits --------------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("accumulate", [2, 3, 4])
 @pytest.mark.parametrize(("place", "clip"), [("host", 0.5), ("device", None)])
 def test_a_gpt_with_dropout_tied_weights_and_a_short_batch(place, clip, accumulate, train):
@@ -66,6 +67,7 @@ def test_a_gpt_with_dropout_tied_weights_and_a_short_batch(place, clip, accumula
     train(recipe, by_shard(optimizer=place), space_of("gpt"))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("place", "clip"), [("host", None), ("device", 0.5)])
 @pytest.mark.parametrize("keep", [(), (1, 2)])
 def test_the_same_under_poison_and_delays_with_shards_that_stay(keep, place, clip, train):

@@ -97,6 +97,7 @@ def bench(tmp_path, warm_workers):
     return Bench(tmp_path, warm_workers)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("keep_finished", ["best:1", "weights", "all"])
 def test_a_budget_is_held_against_the_trials_that_a_sampler_will_ask_for_too(bench, keep_finished):
     pytest.importorskip("optuna")

@@ -153,6 +153,7 @@ def deep(hp):
     return model
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("optimizer", ["host", "device"])
 def test_an_array_in_shards_goes_forward_only_too(optimizer, run_study):
     asked = squads.recipe(model=deep, data=squads.uneven, clip_grad_norm=0.5, accumulate=2)
@@ -208,6 +209,7 @@ def shared(hp):
     return model
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("frozen", [0, 1, 2])
 def test_tied_weights_that_are_frozen_or_not(frozen, watch):
     space = shoal.grid(lr=[1e-2, 3e-3], frozen=[frozen])

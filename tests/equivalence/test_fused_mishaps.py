@@ -40,7 +40,7 @@ def check(run_study):
     return run
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mishap", breakdowns.WORDS)
 def test_a_mishap_fails_its_trial_alone(mishap, check):
     for trial in check(["none", mishap]):

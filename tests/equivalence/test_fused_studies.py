@@ -64,7 +64,7 @@ def test_every_trial_ends_on_the_bits_of_its_slot(name, devices, run_case):
     squads.assert_near(report.trials, case.recipe, case.near, **case.loop)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("width", [2, 3, 7])
 def test_more_trials_than_slots_or_fewer_train_to_the_same_bits(width, run_case):
     case = squads.CASES["mlp"]
@@ -80,6 +80,7 @@ def test_generations_of_a_trial_in_an_array_do_not_disturb_it(every, run_case):
     squads.assert_arrayed(report, report.trials, case.recipe, 3, **case.loop)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("keep", ["all", "best:2"])
 def test_what_of_finished_trials_is_kept_is_as_it_ended(keep, run_case):
     case = squads.CASES["mlp"]
@@ -93,6 +94,7 @@ def mixed():
     return shoal.grid(lr=[0.01, 0.003], drop=[0.1, 0.3], width=[8, 12])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("devices", DEVICES)
 def test_trials_of_two_shapes_train_in_two_arrays(devices, run_case):
     case = squads.Case(squads.recipe(), space=mixed(), loop={"epochs": 3})

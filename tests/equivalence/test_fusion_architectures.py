@@ -54,7 +54,7 @@ def statistics(state):
     return {k: t for k, t in state["model"].items() if "running" in k or "num_batches" in k}
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "steps"), RUNS)
 def test_a_long_run_drifts_like_one_whose_weights_were_moved_by_one_ulp(name, steps):
     recipe, hps = fusing.recipe(name), fusing.hps(name)

@@ -84,6 +84,7 @@ def assert_kept(report, of=RECIPE, **loop):
     )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -208,6 +209,7 @@ def verified(report, of=RECIPE):
     return verdicts, [best if best < last else None for best, last in ends]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "options",
     [

@@ -121,6 +121,7 @@ def test_state_that_comes_at_the_end_of_several_micro_batches(
     train(recipe, rates(), technique, poison=True)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("lookahead", [0, 1, 2])
 def test_late_state_beside_a_shard_that_travels_whole(lookahead, train):
     technique = shoal.Spilled(
@@ -134,6 +135,7 @@ def test_late_state_beside_a_shard_that_travels_whole(lookahead, train):
     train(chain(accumulate=3), rates(), technique, poison=True)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("order", ["micro", "shard"])
 @pytest.mark.parametrize("gradients", [0, 2, 4])

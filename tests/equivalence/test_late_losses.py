@@ -46,6 +46,7 @@ def train(run_study, tmp_path, late_workers):
     return run
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("way", "clip", "precision"),
     [

@@ -84,7 +84,7 @@ def assert_in_shards(report):
     assert all(has_one_base(row.numerics) for row in trials)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("changes", [{}, {"clip_grad_norm": 0.5, "accumulate": 2}])
@@ -191,6 +191,7 @@ def test_what_has_more_memory_goes_on_as_a_whole_array(tmp_path):
     assert_slots(report, of, epochs=2)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("way", ["host", "kept"])
 def test_who_writes_to_it_fails_and_nothing_of_it_is_saved(way, run_study):
     report = run_study(recipe(optimizer=shrinking), SPACE, technique=WAYS[way], epochs=2, fuse=3)

@@ -487,7 +487,7 @@ FAILURES = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("retries", [0, 1])
 @pytest.mark.parametrize("schedule", ["flush", "2bw"])
 @pytest.mark.parametrize("what", FAILURES)

@@ -457,7 +457,7 @@ KEPT = ATTRIBUTES | {
 SHARED = GLOBALS | {name: ATTRIBUTES[name] for name in list(ATTRIBUTES)[:2]}
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("of", KEPT.values(), ids=KEPT)
 def test_a_trial_that_goes_on_in_another_process_ends_as_alone(of, tmp_path, warm_workers):
     space = shoal.grid(lr=[0.03, 0.1], flag=[str(tmp_path / "flag")])

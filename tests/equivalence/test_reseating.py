@@ -35,7 +35,7 @@ def told(place):
     return [epochs_of(row.numerics) for row in ranks.rows_of(place)]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("at", [IN_AN_EPOCH, AT_AN_EVALUATION, AT_THE_END_OF_AN_EPOCH])
 @pytest.mark.parametrize(
     ("before", "after"),

@@ -131,6 +131,7 @@ def traps_schedule(optimizer: Any, hp: Any) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("order", ["micro", "shard"])
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("accumulate", [1, 3])

@@ -89,6 +89,7 @@ def recipe_of(kind):
     )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", [Encoder, Fronted, Residual])
 def test_in_shards_within_what_was_predicted(kind, watch):
     technique = shoal.Spilled(shards=3, optimizer="host", keep=())

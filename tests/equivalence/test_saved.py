@@ -38,6 +38,7 @@ def test_shards_that_stay_and_the_one_before_the_turn_do_not_recompute(model, pr
     assert "B s2 m0 saved" in actions
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("place", ["device", "host"])
 @pytest.mark.parametrize("lookahead", [0, 1, 2])
 def test_beside_shards_that_travel_and_inputs_that_wait(lookahead, place, train):

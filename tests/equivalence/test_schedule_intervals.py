@@ -149,6 +149,7 @@ def test_each_slot_of_an_array_has_its_own(schedule, run):
     squads.assert_verified(report, of)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("fuse", [False, 2])
 def test_it_goes_on_in_the_middle_of_an_epoch(fuse, run):
     of = recipe()
@@ -242,6 +243,7 @@ def test_a_plateau_in_the_plain_loop_is_that_by_hand():
         assert torch.equal(mine, theirs)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("way", ["resident", "spilled", "on the host"])
 @pytest.mark.parametrize("every", [None, 3])
 def test_a_plateau_is_the_trials_own(way, every, run):
@@ -272,6 +274,7 @@ def test_a_plateau_in_arrays(run):
     squads.assert_verified(report, of)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("fuse", [False, 2])
 def test_a_plateau_goes_on_where_it_was(fuse, run):
     of = by_evaluations()
@@ -345,6 +348,7 @@ def test_verification_comes_to_the_same(of, options, run):
     squads.assert_verified(report, of)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("ends", [(5, 11), (7, 20), (BATCHES, 13)])
 @pytest.mark.parametrize("every", [None, 2])
 def test_an_evaluation_at_the_end_alone_is_none_of_a_longer_trainings(ends, every, run):

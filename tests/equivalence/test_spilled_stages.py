@@ -52,18 +52,12 @@ def test_a_new_size_in_mid_step_is_no_write_to_what_forwards_saved(technique, ru
 
 def settings():
     """Every schedule, both places, with and without clipping; the product is ``full``."""
-    quick = {
-        (2, "gpipe", "host", True),
-        (2, "gpipe", "device", False),
-        (2, "flush", "host", False),
-        (3, "flush", "device", True),
-    }
+    quick = (3, "flush", "device", True)
     for one in itertools.product((2, 3), SCHEDULES, ("host", "device"), (True, False)):
-        marks = () if one in quick else pytest.mark.full
+        marks = () if one == quick else pytest.mark.full
         yield pytest.param(*one, marks=marks)
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize(("stages", "schedule", "place", "clips"), list(settings()))
 def test_dropout_clipping_a_falling_rate_and_validation(
     stages, schedule, place, clips, run_staged
@@ -93,7 +87,7 @@ QUICK = (0, 3, 5, 9)
 HOW = [pytest.param(t, marks=() if n in QUICK else pytest.mark.full) for n, t in enumerate(HOW)]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("technique", HOW, ids=str)
 def test_what_stays_and_what_comes_ahead_changes_no_bit(technique, run_staged):
     run_staged(staging.rich(), technique)
@@ -334,6 +328,7 @@ def test_a_model_that_draws_and_is_larger_than_its_device_is_never_there_as_a_wh
         assert peak.peak_bytes <= peak.predicted_bytes <= peak.budget_bytes
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "technique",
     [

@@ -40,6 +40,7 @@ def test_every_model_beside_a_shard_that_stays(model, watch):
     watch(recipe, space_of(model), split(shards=4, keep=(1,)), poison=True)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("order", ["micro", "shard"])
 def test_shards_that_take_several_micro_batches_and_keep_their_place_at_the_turn(order, watch):
     recipe = recipe_of(products, accumulate=3)
@@ -50,6 +51,7 @@ def test_a_frozen_weight_is_loaded_and_never_stepped(watch):
     watch(recipe_of(with_block(_Frozen)), SPACE, split(shards=5, keep=()), poison=True)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_weights_that_are_no_numbers_any_more_are_those_of_the_plain_loop(clip, watch):
     recipe = recipe_of(products, on_nonfinite="ignore", clip_grad_norm=clip)

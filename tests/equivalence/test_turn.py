@@ -49,6 +49,7 @@ def test_where_all_that_travel_are_held_so_there_are_no_slots(lookahead, watch):
     assert every == {"LOAD s1 param+state", *owns}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("order", ["micro", "shard"])
 def test_with_several_micro_batches_in_either_order(order, clip, train):

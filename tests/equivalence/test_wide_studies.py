@@ -143,6 +143,7 @@ def test_a_buffer_that_a_later_validation_batch_changes_fails_the_trial_in_words
 # -- leases, generations, resuming ------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["flush", "2bw"])
 def test_every_generation_is_of_one_step(schedule, run_study):
     recipe, technique = staging.rich(), wide(schedule=schedule)

@@ -130,7 +130,7 @@ def assert_verified(report):
         assert verdict.equal, verdict.first_difference
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "options",
     [

@@ -299,6 +299,7 @@ def replay_of(pipeline: Pipeline, *, sum_s: float = 0.0):
     return replay([run], durations=lasts)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("stages", [2, 4])
 def test_two_copies_are_nearly_twice_as_quick_where_messages_are(schedule, stages):

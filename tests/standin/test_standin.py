@@ -352,7 +352,7 @@ def host():
         process.stdin.close()
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("case", CASES)
 def test_stand_in(case, host):
     host.stdin.write(json.dumps(textwrap.dedent(CASES[case])) + "\n")

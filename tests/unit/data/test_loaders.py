@@ -258,6 +258,7 @@ class OwnSampler(torch.utils.data.Sampler):
 # ------------------------------------------------------------------ ends
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("options", [{}, {"persistent_workers": True}])
 @pytest.mark.parametrize("steps", [1, 5, 13, 15])
 def test_no_process_outlives_close(options, steps):

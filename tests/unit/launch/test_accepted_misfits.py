@@ -121,6 +121,7 @@ MISFITS = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("what", MISFITS)
 def test_a_trial_whose_state_is_of_something_else_fails_and_the_other_one_goes_on(misfit, what):
     words, said = MISFITS[what]

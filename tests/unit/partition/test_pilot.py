@@ -41,6 +41,7 @@ def text(tokens, *, padded):
     return {"input_ids": ids, "attention_mask": mask}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("build", [gpt2, llama])
 def test_language_models_of_hugging_face_with_their_own_loss_and_their_cache_on(

@@ -159,6 +159,7 @@ def test_some_of_the_shards_evenly_apart(shards, data):
     assert max(gaps) - min(gaps) <= 1
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("place", ["device", "host"])
 @given(st.floats(1e7, 1e10), st.integers(20, 80), st.integers(1, 2), st.integers(0, 12))
 @settings(max_examples=8, deadline=None)

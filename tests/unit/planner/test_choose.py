@@ -246,6 +246,7 @@ def test_what_is_ruled_out_without_a_program_would_not_have_fitted(
     assert least <= need(found, shards, technique, asked).held
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("place", ["device", "host"])
 @given(st.floats(0.2, 0.95), st.booleans(), st.integers(1, 2), st.integers(1, 2))
 @settings(max_examples=8, deadline=None)
