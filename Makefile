@@ -17,6 +17,9 @@ MINUTES ?= 1
 TRIALS ?= 2
 
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
+INSTALL := $(PIP) install --no-compile
+# Afterwards and by all cores; pip compiles one file after another. Some are no Python.
+COMPILE := $(VENV)/bin/python -m compileall -qq -j 0 $(VENV)/lib || true
 SHOAL := $(VENV)/bin/shoal
 
 .PHONY: demo verify test install install-dev clean force
@@ -49,18 +52,20 @@ $(VENV)/.torch-wanted: force | $(VENV)/bin/python
 # torch first and alone: the options of TORCH are for it only. What was installed then
 # takes the place of the pin in constraints.txt, so that nothing can replace it.
 $(VENV)/.torch: $(VENV)/.torch-wanted
-	$(PIP) install $(TORCH)
+	$(INSTALL) $(TORCH)
 	sed '/^torch==/d' constraints.txt > $(VENV)/constraints.txt
 	$(VENV)/bin/python -c 'from importlib.metadata import version as v; print("torch==" + v("torch"))' \
 	  >> $(VENV)/constraints.txt
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml constraints.txt
-	$(PIP) install -c $(VENV)/constraints.txt -e .
+	$(INSTALL) -c $(VENV)/constraints.txt -e .
+	$(COMPILE)
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.torch pyproject.toml constraints.txt
-	$(PIP) install -c $(VENV)/constraints.txt -e '.[dev]'
+	$(INSTALL) -c $(VENV)/constraints.txt -e '.[dev]'
+	$(COMPILE)
 	touch $@ $(VENV)/.installed
 
 clean:
