@@ -123,8 +123,10 @@ class Chain:
         sections = self.skeleton.sections
         layers = [at for at in range(start, stop) if sections.headed_by(at) is None]
         blocks = (self.skeleton.blocks[sections.position_of(layer)] for layer in layers)
-        changing = {name for layer in layers for name in self.changing_buffers(layer)}
-        return Unwritten({block.name: block.module for block in blocks}, changing)
+        changing = [name for layer in layers for name in self.changing_buffers(layer)]
+        return Unwritten(
+            {block.name: block.module for block in blocks}, map(self.model.get_buffer, changing)
+        )
 
     def written_parameters(self, layer: int) -> tuple[str, ...]:
         """Names of the parameters of ``layer`` that a forward writes to, as max_norm does.

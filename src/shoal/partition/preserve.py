@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -151,13 +151,14 @@ class Unwritten:
     code over at first, as by a random number, may begin to write later.
     """
 
-    def __init__(self, blocks: Mapping[str, nn.Module], but: Collection[str]) -> None:
+    def __init__(self, blocks: Mapping[str, nn.Module], but: Iterable[Tensor]) -> None:
+        known = {id(buffer) for buffer in but}  # which blocks may share, each by its own name
         self._places = [
-            (owner._buffers, key, name)
+            (owner._buffers, key, f"{path}.{key}")
             for block, module in blocks.items()
             for path, owner in module.named_modules(prefix=block)
-            for key in owner._buffers
-            if (name := f"{path}.{key}") not in but
+            for key, buffer in owner._buffers.items()
+            if id(buffer) not in known
         ]
 
     @contextmanager

@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 from shoal.core.errors import TrialError
+from shoal.partition.build import build_chain
 from shoal.partition.preserve import Unwritten
+from shoal.recipe import Recipe
 
 
 @pytest.fixture
@@ -51,5 +53,24 @@ def test_what_comes_to_the_same_twice_may_be_done(do, block):
 
 
 def test_of_what_is_known_to_change_there_are_copies(block):
-    with Unwritten({"one": block}, {"one.cache"}).required():
+    with Unwritten({"one": block}, [block.cache]).required():
         add(block)
+
+
+class Block(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), norm
+
+    def forward(self, x):
+        return self.norm(self.linear(x))
+
+
+def test_a_norm_that_blocks_share_is_known_to_change_in_each_of_them():
+    norm = nn.BatchNorm1d(4)
+    model = nn.Sequential(Block(norm), Block(norm), nn.Linear(4, 2))
+    recipe = Recipe(model=lambda hp: model, data=lambda hp: None, loss=lambda y, batch: y.sum())
+    batch = (torch.randn(3, 4),)
+    chain = build_chain(model, recipe, batch, torch.device("cpu"))
+    with chain.unwritten(2, 3).required():
+        model[1](*batch)
