@@ -8,7 +8,8 @@ may go on in another one, so what of them changed since they were built is a par
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from types import FunctionType
 from typing import Any
@@ -126,8 +127,8 @@ class Attributes:
             yield from _hooks(where, module)
         for path, parameter in self._model.named_parameters():
             yield from _hooks(f"parameter {path!r}", parameter)
-        yield "whether it is trained", _Flags(self._model)
-        yield MODE, _Modes(self._model)
+        yield "whether it is trained", _trained(self._model)
+        yield MODE, _modes(self._model)
         for number, optimizer in enumerate(self._optimizers()):
             where = f"optimizer {number}" if number else "the optimizer"
             yield where, _ShownOf(optimizer, STEPPED | hooks(), is_torchs=False)
@@ -164,48 +165,47 @@ class _ShownOf(Shown):
                 yield name
 
 
-class _Flags(MutableMapping[str, Any]):
-    """Which parameters are to be trained, by name."""
+class _Flags(MutableMapping[str, bool]):
+    """A flag of each of some parts of a model, by the part's name; of others it holds none."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._parameters = dict(model.named_parameters())
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._parameters)
-
-    def __len__(self) -> int:
-        return len(self._parameters)
-
-    def __getitem__(self, name: str) -> bool:
-        return self._parameters[name].requires_grad
-
-    def __setitem__(self, name: str, value: bool) -> None:
-        self._parameters[name].requires_grad_(value)
-
-    def __delitem__(self, name: str) -> None:
-        raise TypeError("a parameter is trained or not")
-
-
-class _Modes(MutableMapping[str, Any]):
-    """Which modules are in the mode of the whole, training or evaluation, by name."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model, self._modules = model, dict(model.named_modules())
+    def __init__(
+        self,
+        parts: Iterable[tuple[str, Any]],
+        read: Callable[[Any], bool],
+        write: Callable[[Any, bool], object],
+    ) -> None:
+        self._parts, self._read, self._write = dict(parts), read, write
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._modules)
+        return iter(self._parts)
 
     def __len__(self) -> int:
-        return len(self._modules)
+        return len(self._parts)
 
     def __getitem__(self, name: str) -> bool:
-        return self._modules[name].training is self._model.training
+        return self._read(self._parts[name])
 
     def __setitem__(self, name: str, value: bool) -> None:
-        self._modules[name].training = self._model.training is value
+        if name in self._parts:  # a forward may make a module that is not there before
+            self._write(self._parts[name], value)
 
     def __delitem__(self, name: str) -> None:
-        raise TypeError("a module is in one mode or the other")
+        raise TypeError("a flag is on or off")
+
+
+def _trained(model: nn.Module) -> _Flags:
+    """Which parameters are to be trained."""
+    read: Callable[[Tensor], bool] = operator.attrgetter("requires_grad")
+    return _Flags(model.named_parameters(), read, Tensor.requires_grad_)
+
+
+def _modes(model: nn.Module) -> _Flags:
+    """Which modules are in the mode of the whole, training or evaluation."""
+
+    def write(module: nn.Module, value: bool) -> None:
+        module.training = model.training is value
+
+    return _Flags(model.named_modules(), lambda module: module.training is model.training, write)
 
 
 def _functions(schedule: Any) -> dict[str, Any]:

@@ -33,3 +33,13 @@ def test_a_model_that_is_being_evaluated_is_not_given_on_as_such():
 
     assert other.training
     assert all(module.training for module in other)
+
+
+def test_a_module_that_a_forward_made_is_left_to_the_forward_that_makes_it_again():
+    (model, kept), (other, others) = built(), built()
+    model.activation = nn.ReLU()
+    model[1].eval()
+
+    others.give(kept.changed()[0], CPU)
+
+    assert [module.training for module in other] == [True, False, True]
