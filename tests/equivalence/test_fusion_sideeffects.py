@@ -175,6 +175,16 @@ def test_a_forward_that_leaves_something_behind_is_declined_with_the_reason(does
     assert reason in dry_run(members(does), batches())
 
 
+def test_what_a_trial_that_raises_would_lay_up_is_not_asked():
+    def raises_or_begins(net, h, x):
+        if net.number < 0:
+            raise ValueError("of its own")
+        return begins(net, h, x)
+
+    found = dry_run(members(raises_or_begins, (-1.0, 1.0, 1.0)), batches())
+    assert "lays up the attribute 'mean'" in found
+
+
 def test_the_trials_and_their_batches_are_not_touched_meanwhile():
     made, given = members(writes_its_batch), batches()
 

@@ -228,10 +228,10 @@ def _laid_up_differently(
     members: Sequence[Member], batches: Sequence[Any], device: torch.device
 ) -> str:
     """Whether two trials keep other things after their first forward; an array has one of them."""
-    found: list[dict[str, Any]] = []
-    for member, batch in zip(copies(members), batches, strict=True):
+    found: list[tuple[int, dict[str, Any]]] = []
+    for slot, (member, batch) in enumerate(zip(copies(members), batches, strict=True)):
         try:
-            found.append(_laid_up(member, batch, device))
+            found.append((slot, _laid_up(member, batch, device)))
         except torch.OutOfMemoryError:
             raise
         except Exception:  # its own, alone too
@@ -240,11 +240,11 @@ def _laid_up_differently(
             break
     if len(found) < 2:
         return ""
-    one, other = found
+    (slot, one), (_, other) = found
     for name in sorted(one.keys() | other.keys()):
         if name in one and name in other and _alike(one[name], other[name]):
             continue
-        if without_handed_on([name], copies(members[:1])[0], batches[0], device):
+        if without_handed_on([name], copies([members[slot]])[0], batches[slot], device):
             return (
                 f"a first forward lays up {name}, and another one in another trial; there would "
                 "be one for all slots. Make it a buffer of the model."
