@@ -61,6 +61,13 @@ def _watching(module: nn.Module, places: Set[tuple[str, str]]) -> Iterator[dict[
         yield watches
 
 
+class _Unseen:
+    """Before a class among another one's bases: what that does with its subclasses is not done."""
+
+    def __init_subclass__(cls) -> None:
+        """A watch is none to be registered."""
+
+
 @contextmanager
 def _watched(owner: nn.Module, watch: _Watch) -> Iterator[None]:
     """The module is of a class that tells; a class that allows none is one that reads all."""
@@ -81,7 +88,7 @@ def _watched(owner: nn.Module, watch: _Watch) -> Iterator[None]:
     told = {"__getattribute__": get, "__setattr__": put, "__delattr__": drop}
     told |= {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     try:
-        owner.__class__ = type(kind.__name__, (kind,), told)
+        owner.__class__ = type(kind.__name__, (_Unseen, kind), told)
     except TypeError:
         watch.early |= set(watch.names)
         yield
