@@ -299,7 +299,9 @@ class Chain:
     def _run_block(self, micro: Micro, layer: int, alive: Wires) -> None:
         sheet = _sheet_of(micro)
         position = self.skeleton.sections.position_of(layer)
-        args, kwargs = sheet.call(position).arguments(alive)
+        call = sheet.call(position)
+        args, kwargs = call.arguments(alive)
+        handed = {id(alive[wire]) for wire in call.wires}
         _let_go(sheet, layer, alive)
         output = self.skeleton.blocks[position].module(*args, **kwargs)
         del args, kwargs
@@ -309,7 +311,8 @@ class Chain:
             micro.sheet = sheet.with_output(position, template)
         for wire, leaf in zip(leaf_wires(layer, template), leaves, strict=True):
             if isinstance(leaf, Tensor) and wire in sheet.last_reader:
-                alive[wire] = leaf
+                copies = id(leaf) in handed and wire in self.record.cloned  # passed over this time
+                alive[wire] = leaf.clone() if copies else leaf
 
     def _found_output(
         self, micro: Micro, position: int, leaves: Sequence[Any], spec: TreeSpec

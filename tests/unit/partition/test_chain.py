@@ -16,6 +16,10 @@ from shoal.partition.drive import every_layer, sharded_backward, sharded_evaluat
 CPU = torch.device("cpu")
 
 
+def cross_entropy(output, batch):
+    return F.cross_entropy(output, batch[1])
+
+
 def images(count, size=8):
     return torch.randn(count, 3, size, size), torch.randint(0, 5, (count,))
 
@@ -485,6 +489,28 @@ def test_blocks_that_the_first_forward_passed_over_are_trained_by_others(joints,
     labels = torch.randint(0, 5, (4,))
 
     assert_bitwise(model, [(torch.randn(4, 6) * 1000, labels), (torch.randn(4, 6), labels)])
+
+
+class Shifting(nn.Linear):
+    def forward(self, x):
+        x += 0.25
+        return super().forward(x)
+
+
+def test_what_a_block_hands_on_as_it_is_may_be_changed_in_place_by_the_next(make_recipe):
+    """The forward runs again from what the first of them was handed."""
+    model = nn.Sequential(nn.Linear(6, 6), Passing(), Shifting(6, 6), nn.Linear(6, 5))
+    model[0].requires_grad_(False)
+    x, labels = vectors(4)
+    cross_entropy(model(x * 1000), (x, labels)).backward()
+    alone = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    chain = build_chain(model, make_recipe(model), (x, labels), CPU)
+
+    sharded_backward(chain, (x * 1000, labels), ((0, 2), (2, 4), (4, chain.num_layers)))
+
+    found = [p.grad for p in model.parameters()]
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(alone, found, strict=True))
 
 
 def test_a_forward_that_skips_a_block_is_refused_while_training(make_recipe, tokens):
