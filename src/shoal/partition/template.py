@@ -188,6 +188,8 @@ def _is_record(leaf: Any) -> bool:
     """A dataclass that may change or holds what may, and has nothing but its fields."""
     if not is_dataclass(leaf) or isinstance(leaf, (type, nn.Module)) or is_constant(leaf):
         return False
+    if type(leaf).__new__ is not object.__new__:
+        return False  # a dictionary, say, with more in it
     names = {part.name for part in fields(leaf)}
     return vars(leaf).keys() == names if hasattr(leaf, "__dict__") else True
 

@@ -85,10 +85,24 @@ class Diary:
         self.page = page
 
 
+@dataclasses.dataclass
+class Mapped(dict[str, torch.Tensor]):
+    page: Any
+
+    def __post_init__(self):
+        self["page"] = self.page
+
+
 class Writes(Keeps):
+    kind: type = Diary
+
     def forward(self, x, before):
         hidden, kept = super().forward(x, before)
-        return hidden, dataclasses.replace(kept, inside=Diary(kept.inside))
+        return hidden, dataclasses.replace(kept, inside=self.kind(kept.inside))
+
+
+class Maps(Writes):
+    kind = Mapped
 
 
 def batch():
@@ -111,10 +125,12 @@ def test_two_outputs_that_are_one_tensor_no_more_are_refused_while_training(make
         sharded_backward(chain, data, every_layer(chain))
 
 
-def test_an_object_that_is_no_dataclass_is_refused_by_its_type(make_recipe):
-    model = Keeping(Writes)
+@pytest.mark.parametrize(("block", "name"), [(Writes, "Diary"), (Maps, "Mapped")])
+def test_an_object_that_is_more_than_a_dataclass_is_refused_by_its_type(block, name, make_recipe):
+    model = Keeping(block)
 
-    with pytest.raises(NotCuttable, match=r"'blocks.0' returns a Diary, .*dicts or dataclasses"):
+    words = f"'blocks.0' returns a {name}, .*dicts or dataclasses"
+    with pytest.raises(NotCuttable, match=words):
         build_chain(model, make_recipe(model), batch(), CPU)
 
 
