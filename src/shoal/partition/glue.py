@@ -289,10 +289,10 @@ class _Run:
                 stack.enter_context(self._touch)
             if self._arguments & self._real.keys():
                 stack.enter_context(self.substitution)
-            if self._copies:
-                stack.enter_context(CopyCalls(self._copy))
             if self.skipping and self.skeleton.draws:
                 self._replay(0)
+            if self._copies:
+                stack.enter_context(CopyCalls(self._copy))
             try:
                 yield
             finally:
@@ -355,7 +355,7 @@ class _Run:
 
     def _copy(self, copy: Callable[[], Tensor]) -> Tensor:
         """A copy that the forward makes: the one that there is, where it was made before."""
-        if self._depth:
+        if self._depth or self.substitution.paused:
             return copy()
         self._copied += 1
         wire = self._copies.get(self._copied)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import transformers as hf
@@ -9,8 +11,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from shoal.partition.build import build_chain
+from shoal.partition.drive import every_layer, forward_all, run_evaluation
 from shoal.partition.measure import measure_layers
 from shoal.partition.pilot import pilot
+from shoal.recipe import loss_and_output
+from shoal.rng import seed_all
 
 CPU = torch.device("cpu")
 WIDTH = 8
@@ -127,6 +132,16 @@ class Noisy(Blocks):
             noise = torch.rand(WIDTH)
             x = block(x)
         return x * noise
+
+
+class Copying(Blocks):
+    """Copies early, and draws between its blocks."""
+
+    def body(self, x):
+        kept = x.clone()
+        for block in self.blocks:
+            x = block(x) + torch.rand(WIDTH)
+        return x * kept
 
 
 class Gated(Blocks):
@@ -388,6 +403,24 @@ def test_a_running_sum_is_one_wire_however_many_blocks_added_to_it(kind, make_re
 
     at_joints = [layer for layer, name in enumerate(chain.layer_names) if name.startswith("joint")]
     assert [len(chain.live_wires(layer)) for layer in at_joints] == [2, 2, 2]
+
+
+def test_random_numbers_that_a_message_brought_are_no_copy_of_the_forwards(make_recipe):
+    """They are a part of its memory, and copied where they are put back."""
+    model, batch = Copying().eval(), vectors(4)
+    chain = build_chain(model, make_recipe(model), batch, CPU)
+    seed_all(1)
+    expected = loss_and_output(chain.recipe, model, batch)[0]
+    seed_all(1)
+    micro, ranges = chain.begin(batch), every_layer(chain)
+    wires = forward_all(chain, micro, ranges)[-1].wires
+
+    rng = micro.sheet.parts[0].rng
+    message = torch.cat([torch.zeros(64, dtype=torch.uint8), rng.torch])
+    part = replace(micro.sheet.parts[0], rng=replace(rng, torch=message[64:]))
+    micro.sheet = micro.sheet.with_part(0, part)
+
+    assert torch.equal(run_evaluation(chain, micro, ranges[-1][0], wires)[0], expected)
 
 
 def test_a_joint_is_named_after_the_block_behind_it_and_measured(make_recipe):
