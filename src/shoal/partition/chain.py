@@ -347,7 +347,7 @@ class Chain:
                     f"blocks was told {wanted.size}",
                 )
             found[index] = _as_found(wanted, leaf)
-        return told if tuple(found) == told.leaves else Template(spec, tuple(found))
+        return told if tuple(found) == told.leaves else replace(told, leaves=tuple(found))
 
     def _may_rely_on_size(self, micro: Micro, position: int, index: int) -> bool:
         """May the forward have looked at the shape that it was told of a block's output?"""

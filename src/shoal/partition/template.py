@@ -34,8 +34,7 @@ class Shape:
     """How a tensor looks, without its values.
 
     ``like`` is the index of the argument tensor whose shape it follows from batch to
-    batch, ``like_size`` the shape that argument had when this one was recorded. ``same_as`` is
-    the leaf before it that is the same tensor.
+    batch, ``like_size`` the shape that argument had when this one was recorded.
     """
 
     size: tuple[int, ...]
@@ -43,7 +42,6 @@ class Shape:
     dtype: torch.dtype
     like: int | None = None
     like_size: tuple[int, ...] = ()
-    same_as: int | None = None
 
     @classmethod
     def of(cls, tensor: Tensor, arguments: Sequence[Tensor] = ()) -> Shape:
@@ -89,16 +87,14 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """The structure of an output, with a Shape or a Constant at every leaf."""
+    """The structure of an output, with a Shape or a Constant at every leaf.
+
+    ``firsts``: for each leaf the first that is the same tensor, or itself.
+    """
 
     spec: pytree.TreeSpec
     leaves: tuple[Shape | Constant, ...]
-
-    @property
-    def firsts(self) -> tuple[int, ...]:
-        """For each leaf the first that is the same tensor, or itself."""
-        same = [leaf.same_as if isinstance(leaf, Shape) else None for leaf in self.leaves]
-        return tuple(index if first is None else first for index, first in enumerate(same))
+    firsts: tuple[int, ...]
 
     def resolved(self, arguments: Sequence[Tensor]) -> Template:
         """This template with the sizes it has for these arguments."""
@@ -106,7 +102,7 @@ class Template:
             replace(leaf, size=leaf.resolve(arguments)) if isinstance(leaf, Shape) else leaf
             for leaf in self.leaves
         )
-        return Template(self.spec, leaves)
+        return replace(self, leaves=leaves)
 
     def values(
         self, names: Sequence[Wire], real: Mapping[Wire, Tensor], stand_in: Callable[[Shape], Any]
@@ -217,7 +213,6 @@ def is_constant(value: Any) -> bool:
 
 
 def _firsts_among(leaves: Sequence[Any]) -> tuple[int, ...]:
-    """For each leaf the first that is the same tensor, or itself."""
     first: dict[int, int] = {}
     return tuple(
         first.setdefault(id(leaf), index) if isinstance(leaf, Tensor) else index
@@ -233,10 +228,9 @@ def output_template(output: Any, arguments: Sequence[Tensor], *, owner: str) -> 
     """
     leaves, spec = flatten(output)
     made: list[Shape | Constant] = []
-    for leaf, first in zip(leaves, _firsts_among(leaves), strict=True):
+    for leaf in leaves:
         if isinstance(leaf, Tensor):
-            same_as = None if first == len(made) else first
-            made.append(replace(Shape.of(leaf, arguments), same_as=same_as))
+            made.append(Shape.of(leaf, arguments))
         elif is_constant(leaf):
             made.append(Constant(leaf))
         else:
@@ -244,4 +238,4 @@ def output_template(output: Any, arguments: Sequence[Tensor], *, owner: str) -> 
                 f"{owner} returns a {type(leaf).__name__}, which cannot be kept between shards; "
                 "return tensors, tuples, lists, dicts or dataclasses of them"
             )
-    return Template(spec, tuple(made))
+    return Template(spec, tuple(made), _firsts_among(leaves))
