@@ -204,7 +204,6 @@ def _written_between(chain: Chain) -> str:
     """Of buffers that the forward itself writes: it runs again for each part of it."""
     sections = chain.skeleton.sections
     heads = [layer for layer in range(chain.num_layers) if sections.headed_by(layer) is not None]
-    heads.append(sections.num_layers - 1)
     names = sorted({name for layer in heads for name in chain.changing_buffers(layer)})
     if not names:
         return ""
