@@ -168,16 +168,16 @@ pytree.register_pytree_node(
 )
 
 
-def _opened(tree: Any) -> Any:
-    """``tree`` with a record for each dataclass in it."""
-    return pytree.tree_map(_record_of, tree, is_leaf=is_leaf)
+def _opened(tree: Any, around: tuple[Any, ...] = ()) -> Any:
+    """``tree`` with a record for each dataclass in it but those ``around`` it."""
 
+    def record_of(leaf: Any) -> Any:
+        if not _is_record(leaf) or any(leaf is one for one in around):
+            return leaf
+        values = (_opened(getattr(leaf, part.name), (*around, leaf)) for part in fields(leaf))
+        return _Record(type(leaf), tuple(values))
 
-def _record_of(leaf: Any) -> Any:
-    if not _is_record(leaf):
-        return leaf
-    values = (_opened(getattr(leaf, part.name)) for part in fields(leaf))
-    return _Record(type(leaf), tuple(values))
+    return pytree.tree_map(record_of, tree, is_leaf=is_leaf)
 
 
 def _is_record(leaf: Any) -> bool:
@@ -187,7 +187,9 @@ def _is_record(leaf: Any) -> bool:
     if type(leaf).__new__ is not object.__new__:
         return False  # a dictionary, say, with more in it
     names = {part.name for part in fields(leaf)}
-    return vars(leaf).keys() == names if hasattr(leaf, "__dict__") else True
+    if hasattr(leaf, "__dict__"):
+        return vars(leaf).keys() == names
+    return all(hasattr(leaf, name) for name in names)
 
 
 def is_leaf(node: Any) -> bool:

@@ -93,6 +93,21 @@ class Mapped(dict[str, torch.Tensor]):
         self["page"] = self.page
 
 
+class Ring:
+    """A dataclass that is in itself."""
+
+    def __new__(cls, page):
+        made = Kept(page)
+        made.inside = [made]
+        return made
+
+
+@dataclasses.dataclass(slots=True)
+class Unfinished:
+    page: Any
+    later: Any = dataclasses.field(init=False)
+
+
 class Writes(Keeps):
     kind: type = Diary
 
@@ -103,6 +118,14 @@ class Writes(Keeps):
 
 class Maps(Writes):
     kind = Mapped
+
+
+class Rings(Writes):
+    kind = Ring
+
+
+class Begins(Writes):
+    kind = Unfinished
 
 
 def batch():
@@ -125,7 +148,10 @@ def test_two_outputs_that_are_one_tensor_no_more_are_refused_while_training(make
         sharded_backward(chain, data, every_layer(chain))
 
 
-@pytest.mark.parametrize(("block", "name"), [(Writes, "Diary"), (Maps, "Mapped")])
+@pytest.mark.parametrize(
+    ("block", "name"),
+    [(Writes, "Diary"), (Maps, "Mapped"), (Rings, "Kept"), (Begins, "Unfinished")],
+)
 def test_an_object_that_is_more_than_a_dataclass_is_refused_by_its_type(block, name, make_recipe):
     model = Keeping(block)
 
