@@ -200,7 +200,7 @@ class StackedBackend:
         full = filled(batches, active)
         undo = self._undo = Undo.of(crew.stacked, constant.get(kind, ()), idle_slots(active))
         versions = {name: b._version for name, b in crew.stacked.buffers.items()}
-        with self._forgetting(kind):
+        with self._forgetting(crew):
             result = self._tried(crew, full, active)
         found = [
             name
@@ -229,12 +229,12 @@ class StackedBackend:
                 self._learn(error, crew)
 
     @contextmanager
-    def _forgetting(self, kind: Hashable) -> Iterator[None]:
+    def _forgetting(self, crew: Crew) -> Iterator[None]:
         """What is learnt inside is forgotten where it ends in an error.
 
         It may be about the slot that raised: the others train as if that had never been there.
         """
-        known = self._learnt.get(kind, Learnt()).copy()
+        kind, known = self._kind(crew), self._known_of(crew).copy()
         try:
             yield
         except BaseException:

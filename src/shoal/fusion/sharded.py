@@ -80,7 +80,7 @@ class ShardBackend(StackedBackend):
             Declined: it cannot run for all slots.
         """
         undo = Undo({name: crew.stacked.buffers[name].clone() for name in changing})
-        with self._forgetting(self._kind(crew)):
+        with self._forgetting(crew):
             while True:
                 self._current(crew).train(crew.members[0].module.training)
                 crew.streams.begin(active)

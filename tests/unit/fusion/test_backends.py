@@ -1,6 +1,7 @@
 """One suite for every ArrayBackend: what a slot gets, and what it keeps."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -154,6 +155,21 @@ def test_a_slot_that_raises_in_an_evaluation_teaches_nothing():
     with array.evaluating(), pytest.raises(ValueError, match="no number"):
         array.evaluate([given[0], bad, given[2]])
     assert array.notes == ()
+
+
+def test_what_is_known_to_run_slot_by_slot_does_also_where_a_slot_raises_in_its_first_step():
+    """Those of the others would else run for all slots at once from then on, to other bits."""
+    made = picky_members()
+    made[2].module[2].momentum = None  # it counts in Python
+    made = [dataclasses.replace(one, module=copy.deepcopy(made[2].module)) for one in made]
+    for member in made:
+        member.optimizer = torch.optim.SGD(member.module.parameters(), lr=0.1)
+    array, given = Array(made, backend=StackedBackend(), looped=["0"]), batches()
+    bad = given[1][0], given[1][1] + 5
+
+    assert list(array.step([given[0], bad, given[2]]).failures) == [1]
+
+    assert array.backend._known_of(array._crew).looped == ["0", "2"]
 
 
 def test_what_an_evaluation_learns_is_nothing_to_the_steps():
