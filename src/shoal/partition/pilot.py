@@ -230,7 +230,8 @@ def _distance(first: _Outcome, second: _Outcome, name: str) -> float:
     """Largest difference; infinite where one has no such tensor, or NaN."""
     if name not in first.tensors or name not in second.tensors:
         return float("inf")
-    one, other = first.tensors[name].double(), second.tensors[name].double()
+    pair = first.tensors[name], second.tensors[name]
+    one, other = (t.to(torch.promote_types(t.dtype, torch.float64)) for t in pair)
     if one.shape != other.shape:
         return float("inf")
     distance = float((one - other).abs().max()) if one.numel() else 0.0

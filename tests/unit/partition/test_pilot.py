@@ -636,3 +636,23 @@ def test_a_buffer_that_a_block_makes_anew_is_the_blocks_alone(make_recipe):
     chain = pilot(model, recipe, (torch.ones(3, 4),), CPU).chain
     changing = [chain.changing_buffers(layer) for layer in range(chain.num_layers)]
     assert changing == [(), (), ("1.mean",), ("2.mean",), (), ()]
+
+
+class Turning(nn.Module):
+    """Complex, and keeps what only the imaginary part of its weight's gradient comes from."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+
+    def forward(self, x):
+        self.turned = self.weight.imag.sum()
+        return x * self.weight.real
+
+
+def test_a_difference_of_imaginary_parts_is_told_by_its_size(make_recipe):
+    blocks = [Turning() for _ in range(3)]
+    model = nn.Sequential(*blocks)
+    recipe = make_recipe(model, lambda output, batch: output.sum() + blocks[1].turned)
+    (reason,) = pilot(model, recipe, (torch.ones(3, 4),), CPU).notes
+    assert "the gradient of '1.weight' differs by 1.0e+00" in reason
