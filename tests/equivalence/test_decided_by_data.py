@@ -198,7 +198,8 @@ def test_what_is_on_record_is_what_all_arrays_of_a_shape_do():
         Candidate(2, "eager"): WidthMeasure(width=2, looped=("b", "a")),
         Candidate(4, "eager"): WidthMeasure(width=4, looped=("c", "a")),
     }
-    in_turns = {"array": "slot 0 of 2", "array_pass": "branches"}
-    assert shape.looped([]) == shape.looped([{}, in_turns]) == "a, b, c"
-    assert shape.looped([in_turns, {"array": "slot 0 of 2", LOOPED: "b"}]) == "b"
-    assert shape.looped([{"array": "slot 1 of 2"}]) == ""  # they ran without
+    seat = {"array": "slot 0 of 2"}
+    others = [{}, seat | {"array_pass": "branches"}, seat | {"array_pass": "compiled, gcc"}]
+    assert shape.looped([]) == shape.looped(others) == "a, b, c"
+    assert shape.looped([*others, seat | {LOOPED: "b"}]) == "b"
+    assert shape.looped([seat]) == ""  # they ran without

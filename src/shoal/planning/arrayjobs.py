@@ -25,6 +25,8 @@ from shoal.planner.need import waiting_input_bytes
 from shoal.planning.based import BASE
 from shoal.planning.spilling import SpilledArrayPlan
 
+LOOPING = ("eager", "traced")
+"""Passes in which parts of the model may run slot by slot."""
 IN_SHARDS = " spilled"
 """How the name of an array's group ends that is in shards."""
 
@@ -108,7 +110,7 @@ def in_array(
         key |= {"array_pass": f"compiled, {compiler}", "array_floats": constants}
     if "array_batches" in job.numerics:
         key |= ALL_LAYOUTS
-    if place.looped and found.kind != "branches":
+    if place.looped and found.kind in LOOPING:
         key[LOOPED] = place.looped
     if BASE in job.numerics:
         key, why = {**key, **ONE_BASE}, (*why, _told_of_base(job))

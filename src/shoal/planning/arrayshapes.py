@@ -13,8 +13,10 @@ from shoal.fusion.lengths import is_open, kind_in, with_kind
 from shoal.fusion.match import Signature
 from shoal.planner.narrower import Narrower
 from shoal.planner.width import Candidate
+from shoal.planning.arrayjobs import LOOPING
 from shoal.planning.based import BASE, base_in, with_base
 from shoal.planning.capturing import BY_CODE, LoneWay
+from shoal.planning.reseating import array_kind
 from shoal.planning.spilling import SpilledArrayPlan
 
 
@@ -45,9 +47,9 @@ class Shape:
         """Which parts run slot by slot in its arrays: as ``keys`` on record have it, if any do.
 
         All of its arrays are to say the same, or a trial's bits would tell of who was planned
-        before it; but those whose slots run one after the other say nothing.
+        before it; but those in which none can say nothing.
         """
-        seen = (key for key in keys if "array" in key and key.get("array_pass") != "branches")
+        seen = (key for key in keys if "array" in key and array_kind(key) in LOOPING)
         if (before := next(seen, None)) is not None:
             return str(before.get(LOOPED, ""))
         cut = (plan for plan in self.spilled.values() if isinstance(plan, SpilledArrayPlan))
