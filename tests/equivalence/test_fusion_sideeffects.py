@@ -1,5 +1,6 @@
 """What a forward leaves behind, or reads past what an array knows, keeps its trials apart."""
 
+import contextvars
 import math
 import random
 import time
@@ -121,6 +122,31 @@ def hands_on_to_evaluation(net, h, x):
     return h - net.mean
 
 
+KEPT = contextvars.ContextVar("what a hook keeps", default=None)
+
+
+def keep(module, args, output):
+    if KEPT.get() is not None:
+        KEPT.get().append(output)
+
+
+def hooks_its_layer(net, h, x):
+    if not net.layer._forward_hooks:
+        net.layer.register_forward_hook(keep)
+    token = KEPT.set([])
+    net.layer(x)
+    (kept,) = KEPT.get()
+    KEPT.reset(token)
+    return h + kept.tanh()
+
+
+def hooks_with_a_closure(net, h, x):
+    if not net.layer._forward_hooks:
+        number = id(net)  # another one in each trial
+        net.layer.register_forward_hook(lambda module, args, output: output if number else None)
+    return h
+
+
 def hands_on_to_the_next(net, h, x):
     before = getattr(net, "mean", 0.0)
     net.mean = x.mean(0)
@@ -163,6 +189,7 @@ def batches(width=3, seed=1):
         (averages_weights, "writes to the parameter 'other.weight'"),
         (averages_data, "writes to the parameter 'other.weight'"),
         (begins, "lays up the attribute 'mean', and another one in another trial"),
+        (hooks_with_a_closure, "all slots. Register hooks of the same code in all trials, where"),
         (hooks_a_tensor, "puts a hook on a tensor"),
         (counts_evaluations, "a forward in evaluation mode or its loss changes the attribute"),
         (writes_its_batch, "writes to its batch"),
@@ -194,7 +221,9 @@ def test_the_trials_and_their_batches_are_not_touched_meanwhile():
     assert not any(one.module.begun for one in made)
 
 
-@pytest.mark.parametrize("does", [lays_up_a_mask, fills_a_bank_now_and_then, hands_on])
+@pytest.mark.parametrize(
+    "does", [lays_up_a_mask, fills_a_bank_now_and_then, hands_on, hooks_its_layer]
+)
 def test_what_is_alike_in_all_trials_or_a_buffer_keeps_nobody_from_an_array(does):
     assert dry_run(members(does), batches()) == ""
 

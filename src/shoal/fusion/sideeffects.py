@@ -224,6 +224,12 @@ def _tensor_hooks() -> Iterator[list[Tensor]]:
 # -- what a first forward lays up ---------------------------------------------------------------
 
 
+_HOOKS = tuple(
+    name for name in vars(nn.Module()) if name.endswith(("_hooks", "_with_kwargs", "_called"))
+)
+_HOOKED = "Register hooks of the same code in all trials, where the model is made."
+
+
 def _laid_up_differently(
     members: Sequence[Member], batches: Sequence[Any], device: torch.device
 ) -> str:
@@ -242,12 +248,15 @@ def _laid_up_differently(
         return ""
     (slot, one), (_, other) = found
     for name in sorted(one.keys() | other.keys()):
-        if name in one and name in other and _alike(one[name], other[name]):
-            continue
+        hooks = name.rstrip("'").endswith(_HOOKS)  # of all modules, numbered by torch in turn
+        if name in one and name in other:
+            pair = [list(v.values()) if hooks else v for v in (one[name], other[name])]
+            if _alike(*pair):
+                continue
         if without_handed_on([name], copies([members[slot]])[0], batches[slot], device):
             return (
                 f"a first forward lays up {name}, and another one in another trial; there would "
-                "be one for all slots. Make it a buffer of the model."
+                f"be one for all slots. {_HOOKED if hooks else 'Make it a buffer of the model.'}"
             )
     return ""
 
