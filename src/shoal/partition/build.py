@@ -22,6 +22,7 @@ from shoal.partition.discover import (
 )
 from shoal.partition.evaluated import with_retyped
 from shoal.partition.glue import Block, Skeleton
+from shoal.partition.handed import Keepers
 from shoal.partition.owners import Owners, UseRecorder, find_owners
 from shoal.partition.preserve import preserved, same_values
 from shoal.partition.record import Record, make_record
@@ -192,15 +193,25 @@ def _watched(source: _Source, candidate: Candidate) -> Record:
     """
     joints: tuple[int, ...] = ()
     names_copies = True
+    keepers: Keepers = {}
     for _ in range(_ATTEMPTS):
         with preserved(source.model, source.device):
-            spy = Spy(source.model, candidate, source.device, joints, names_copies=names_copies)
+            spy = Spy(
+                source.model,
+                candidate,
+                source.device,
+                joints,
+                names_copies=names_copies,
+                keepers=keepers,
+            )
             spy.watch(source.recipe, clone_batch(source.batch))
             made = spy.seen.made
             changed = any(made[copy]._version for copy in copies_among(made).values())
-            if tuple(spy.seen.found) == joints and not changed:
+            same = tuple(spy.seen.found) == joints and spy.seen.keepers == keepers
+            if same and not changed:
                 return make_record(source.model, spy.seen)
         joints, names_copies = tuple(spy.seen.found), names_copies and not changed
+        keepers = spy.seen.keepers
     raise NotCuttable("what it computes between its blocks changes each time its forward runs")
 
 

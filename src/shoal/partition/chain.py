@@ -303,7 +303,7 @@ class Chain:
         args, kwargs = call.arguments(alive)
         handed = {id(alive[wire]) for wire in call.wires}
         _let_go(sheet, layer, alive)
-        output = self.skeleton.blocks[position].module(*args, **kwargs)
+        output = self.skeleton.blocks[position](*args, **kwargs)
         del args, kwargs
         leaves, spec = flatten(output)
         template = self._found_output(micro, position, leaves, spec)

@@ -44,6 +44,7 @@ from shoal.partition.callsheet import (
     leaf_wires,
     module_wire,
 )
+from shoal.partition.handed import Keeper, hand_over, noted
 from shoal.partition.sections import Sections
 from shoal.partition.template import Shape, Template, flatten, output_template
 from shoal.partition.wires import CopyCalls, Names, Substitution, Touch, TouchWatch, Wire, Wires
@@ -59,7 +60,8 @@ class Block:
 
     ``unsure`` are the leaves of its output whose size cannot be told from its arguments' sizes
     for other batches than the pilot's; ``retyped`` those that have another floating type in
-    evaluation than in training.
+    evaluation than in training. With ``keepers`` the output is a pair: what the module returns,
+    ``num_returned`` leaves, and what these hooks are given (see ``handed``).
     """
 
     name: str
@@ -67,11 +69,29 @@ class Block:
     output: Template
     unsure: frozenset[int] = frozenset()
     retyped: frozenset[int] = frozenset()
+    keepers: tuple[Keeper, ...] = ()
+    num_returned: int | None = None
 
     @property
     def watched(self) -> frozenset[int]:
         """The leaves that may turn out unlike the stand-ins that the forward looks at."""
         return self.unsure | self.retyped
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module, and note what its keepers would be given."""
+        if not self.keepers:
+            return self.module(*args, **kwargs)
+        with noted(self.module, self.keepers, flatten((args, kwargs))[0]) as handed:
+            returned = self.module(*args, **kwargs)
+        return returned, handed
+
+    def returned(self, output: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What the module returns; the keepers are given what is theirs of ``output``."""
+        if not self.keepers:
+            return output
+        returned, handed = output
+        hand_over(self.module, handed, args, kwargs)
+        return returned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -388,6 +408,7 @@ class _Run:
         template = self.sheet.output(position)
         names = leaf_wires(self.skeleton.sections.layer_of(position), template)
         output = self._fill(template, names)
+        output = self.skeleton.blocks[position].returned(output, args, kwargs)
         if self.position == self._first:
             self._resume()
         elif self.skeleton.draws and self.position in self.skeleton.sections.joints:
@@ -477,7 +498,7 @@ class _Run:
             leaves = flatten(output)[0]
             for index in block.watched:
                 self._touch.watch(leaves[index], names[index])
-        return output
+        return block.returned(output, args, kwargs)
 
     def _known_output(self, position: int) -> Template | None:
         """The block's output as it turned out to be when the head ran before."""

@@ -130,7 +130,8 @@ def _reads(sections: Sections, seen: Seen) -> Reads:
         by_head[section] |= {w for w in wires if w.layer < sections.head(section)}
     last = len(seen.blocks) - 1
     by_head[-1] -= seen.gaps[-1].made
-    by_head[-1].update(output_wires(sections.layer_of(last), seen.blocks[last].output))
+    block, layer = seen.blocks[last], sections.layer_of(last)
+    by_head[-1].update(output_wires(layer, block.output, block.num_returned))
     by_section = [set(reads) for reads in by_head]
     for section, calls in enumerate(seen.calls):
         wires = {wire for call in calls for wire in call.wires}

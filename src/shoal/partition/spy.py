@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from shoal.partition.callsheet import (
 )
 from shoal.partition.discover import Candidate, NotCuttable, OtherMode, ancestors_of
 from shoal.partition.glue import Block, ReplacedCalls, own_call
+from shoal.partition.handed import Handed, Keepers, KeeperSearch, noted
 from shoal.partition.preserve import BufferWatch
 from shoal.partition.sections import Sections
 from shoal.partition.taint import BlockOutput, Source, Taint
@@ -52,10 +53,12 @@ class Seen:
     """What there was to see in a forward that was taken to have ``joints``.
 
     ``found`` are the joints that it turned out to need. There is one gap more than blocks, and
-    in ``calls`` one list for each section.
+    in ``calls`` one list for each section. ``keepers`` are the hooks by which its blocks hand
+    over what it reads.
     """
 
     joints: tuple[int, ...]
+    keepers: Keepers = field(default_factory=dict)
     found: list[int] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
     gaps: list[Gap] = field(default_factory=lambda: [Gap()])
@@ -72,10 +75,12 @@ class Spy:
     """Watches one forward of a model whose joints are taken to be ``joints``.
 
     Copies that it makes itself are wires with ``names_copies``; else what reads one later is to
-    make it anew, and gradients may add up in another order.
+    make it anew, and gradients may add up in another order. What blocks hand over to
+    ``keepers`` is output of theirs; where none are known they are looked for.
 
     Attributes:
-        seen: What it saw. Where ``seen.found`` are other joints, watch again with these.
+        seen: What it saw. Where ``seen.found`` are other joints, or ``seen.keepers`` others than
+            were known, watch again with these.
     """
 
     def __init__(
@@ -86,8 +91,11 @@ class Spy:
         joints: tuple[int, ...] = (),
         *,
         names_copies: bool = True,
+        keepers: Keepers | None = None,
     ) -> None:
-        self.seen = Seen(joints)
+        self.seen = Seen(joints, keepers=keepers or {})
+        self._search = None if keepers else KeeperSearch(self._alias)
+        self._aliases: set[Source] = set()
         self._names_copies = names_copies
         self._model, self._device = model, device
         self._sections = Sections(sys.maxsize, joints)
@@ -242,20 +250,41 @@ class Spy:
             self.seen.found.append(position)
         values = writer.write(module, name, args, kwargs)
         self._name_arguments(writer.calls[-1], values)
-        with self._writes.inside(module):
+        keepers = self.seen.keepers.get(name, ())
+        with self._writes.inside(module), self._handing(name, module, values) as handed:
             output = call(*args, **kwargs)
         self._note_changes(module, args, kwargs, values)
         tensors = [value for value in values if isinstance(value, Tensor)]
         output = _apart(output, tensors)
-        template = output_template(output, tensors, owner=f"block {name!r}")
-        unsure = frozenset(self._find_unsure(template, tensors))
-        self._name_outputs(position, output, template, unsure)
-        self.seen.blocks.append(Block(name, module, template, unsure))
+        block = Block(name, module, output_template(output, tensors, owner=f"block {name!r}"))
+        if keepers:
+            num_returned, output = len(block.output.leaves), (output, handed)
+            template = output_template(output, tensors, owner=f"a hook in block {name!r}")
+            block = replace(block, output=template, keepers=keepers, num_returned=num_returned)
+        unsure = frozenset(self._find_unsure(block.output, tensors))
+        self._name_outputs(position, output, block.output, unsure)
+        self.seen.blocks.append(replace(block, unsure=unsure))
         self._rng = self._last_rng = capture_rng(self._device)
         self.seen.gaps.append(Gap())
         self._taint.position = position + 1
         self._touch.touched.clear()
-        return output
+        return block.returned(output, args, kwargs)
+
+    def _handing(
+        self, name: str, module: nn.Module, values: Sequence[Any]
+    ) -> AbstractContextManager[Handed | None]:
+        """Look for keepers in a block that runs, or note what they would be given."""
+        if self._search is not None:
+            return self._search.inside(name, module)
+        return noted(module, self.seen.keepers.get(name, ()), values)
+
+    def _alias(self, tensor: Tensor) -> Tensor:
+        """Another tensor with this one's memory, for a hook: is it read by the forward?"""
+        alias = tensor.view_as(tensor)
+        wire = Wire(self._sections.layer_of(len(self.seen.blocks)), f"hook.{len(self._aliases)}")
+        self._taint.name(alias, wire)
+        self._aliases.add(wire)
+        return alias
 
     def _writer(self, position: int) -> CallWriter:
         """Of the section that the block at ``position`` is in, which may begin here."""
@@ -385,6 +414,8 @@ class Spy:
         self.seen.found = sorted({*self.seen.found, *late})
 
     def _end(self) -> None:
+        if self._search and any(gap.read & self._aliases for gap in self.seen.gaps):
+            self.seen.keepers = self._search.keepers
         called = {block.module for block in self.seen.blocks}
         self.seen.skipped = [name for m, name in self._block_names.items() if m not in called]
         now = {name: p._version for name, p in self._model.named_parameters()}
