@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -224,13 +224,16 @@ def argument_name(module: nn.Module, args: tuple[Any, ...], kwargs: Any, index: 
 class CallWriter:
     """Writes the calls of a section's blocks while a forward runs.
 
-    ``made`` are the tensors that its head made and hands to them.
+    ``made`` are the tensors that its head made and hands to them. An argument by whose name a
+    later section reads it, as told by ``kept``, has that name, whatever it was called before.
     """
 
-    def __init__(self, names: Names, head: int, first: int) -> None:
+    def __init__(
+        self, names: Names, head: int, first: int, kept: Collection[Wire] = frozenset()
+    ) -> None:
         self.calls: list[Call] = []
         self.made: Wires = {}
-        self._names, self._head, self._first = names, head, first
+        self._names, self._head, self._first, self._kept = names, head, first, kept
 
     def write(
         self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -261,10 +264,9 @@ class CallWriter:
         return values
 
     def _wire_of(self, tensor: Tensor, fresh: Wire) -> Wire:
-        known = self._names.of(tensor)
-        if known is None:
-            self._names.give(tensor, fresh)
-        wire = known or fresh
+        wire = self._names.of(tensor)
+        if wire is None or fresh in self._kept:
+            self._names.give(tensor, wire := fresh)
         if wire.layer == self._head:
             self.made[wire] = tensor
         return wire

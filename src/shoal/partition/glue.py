@@ -287,7 +287,7 @@ class _Run:
         self._first, self._stop = blocks.start, blocks.stop
         self._head = skeleton.sections.head(section)
         self._names = Names()
-        self._writer = CallWriter(self._names, self._head, blocks.start)
+        self._writer = CallWriter(self._names, self._head, blocks.start, self._kept)
         self._outputs: list[Template] = []
         self._counts: Counter[str] = Counter()
         self._returned: dict[str, list[Returned]] = {}

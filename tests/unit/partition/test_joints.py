@@ -236,6 +236,17 @@ class Shortcut(Blocks):
         return self.blocks[3](self.blocks[2](self.act(y)))
 
 
+class Dropped(Blocks):
+    """The end reads what the first block is given: in evaluation a module's output, as in BART."""
+
+    def body(self, x):
+        first = F.dropout(x, 0.2, self.training)
+        x = first
+        for block in self.blocks:
+            x = block(x)
+        return x + first
+
+
 class Passes(nn.Linear):
     def forward(self, x):
         return x
@@ -337,6 +348,7 @@ KINDS = {
     Attending: 4 + 2,
     Pyramid: 4 + 2,
     Shortcut: 4 + 1,
+    Dropped: 4,
     Passing: 4,
     Siamese: 8 + 1,
     Nested: 8 + 3,
