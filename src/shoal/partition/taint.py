@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -21,13 +22,15 @@ class Chance:
     """The source of a random number."""
 
 
-class BlockOutput(NamedTuple):
+@dataclass(frozen=True, slots=True)  # and no tuples, which would be equal across kinds
+class BlockOutput:
     """A block's output, through whatever was computed from it since."""
 
     position: int
 
 
-class Derived(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Derived:
     """What operators between the blocks computed before the block at ``position``."""
 
     position: int

@@ -223,6 +223,16 @@ class Pyramid(Blocks):
         return y
 
 
+class Fused(Blocks):
+    """What was added up before a block has its output added, too, as where HRNet fuses."""
+
+    def body(self, x):
+        first, second = self.blocks[0](x), self.blocks[1](x)
+        y = first + second
+        y = y + self.blocks[2](first - second)
+        return self.blocks[3](y)
+
+
 class Shortcut(Blocks):
     """Adds into what a module returned earlier, and gives that to a module that changes it too."""
 
@@ -347,6 +357,7 @@ KINDS = {
     Towers: 4 + 1,
     Attending: 4 + 2,
     Pyramid: 4 + 2,
+    Fused: 4 + 2,
     Shortcut: 4 + 1,
     Dropped: 4,
     Passing: 4,
