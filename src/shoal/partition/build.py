@@ -14,9 +14,9 @@ from shoal.core.errors import ShoalError, TrialError
 from shoal.partition.callsheet import EmptyCache, copies_among
 from shoal.partition.chain import Chain, Micro
 from shoal.partition.discover import (
+    CalledApart,
     Candidate,
     NotCuttable,
-    OtherMode,
     find_candidates,
     find_parts,
 )
@@ -172,18 +172,18 @@ def _build(source: _Source, candidate: Candidate) -> Chain:
 
 
 def _record(source: _Source, candidate: Candidate) -> Record:
-    """What a forward does. Blocks that it calls in a mode of their own are none.
+    """What a forward does. Blocks that it calls as none can be are modules among others.
 
     Raises:
         NotCuttable: no chain of the other ones could do that, or there are not two.
     """
-    try:
-        return _watched(source, candidate)
-    except OtherMode as error:
-        rest = candidate.without(error.blocks)
-        if len(rest.blocks) < 2:
-            raise
-        return _watched(source, rest)
+    while True:
+        try:
+            return _watched(source, candidate)
+        except CalledApart as error:
+            candidate = candidate.without(error.blocks)
+            if len(candidate.blocks) < 2:
+                raise
 
 
 def _watched(source: _Source, candidate: Candidate) -> Record:

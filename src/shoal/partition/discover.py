@@ -22,14 +22,12 @@ class NotCuttable(PlanError):
         self.reason = reason
 
 
-class OtherMode(NotCuttable):
-    """Blocks are called in a mode in which the forward itself is not."""
+class CalledApart(NotCuttable):
+    """Blocks run as no block can; ``how`` says how, with a place for a block's name."""
 
-    def __init__(self, blocks: Collection[str]) -> None:
-        super().__init__(
-            f"the forward calls block {min(blocks)!r} within torch.no_grad or an autocast of its "
-            "own, and fewer than two blocks are called otherwise"
-        )
+    def __init__(self, blocks: Collection[str], how: str) -> None:
+        words = how.format(repr(min(blocks)))
+        super().__init__(f"the forward {words}, and fewer than two blocks are called otherwise")
         self.blocks = blocks
 
 
@@ -44,7 +42,8 @@ class Candidate:
     def without(self, names: Collection[str]) -> Candidate:
         """The same, with some of its blocks as modules among others."""
         left = {name: block for name, block in self.blocks.items() if name not in names}
-        return Candidate(self.lists, left, tuple(self.blocks[name] for name in names))
+        apart = (self.blocks[name] for name in names)
+        return Candidate(self.lists, left, (*self.apart, *apart))
 
 
 def find_candidates(model: nn.Module) -> list[Candidate]:

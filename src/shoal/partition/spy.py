@@ -22,7 +22,7 @@ from shoal.partition.callsheet import (
     leaf_wires,
     module_wire,
 )
-from shoal.partition.discover import Candidate, NotCuttable, OtherMode, ancestors_of
+from shoal.partition.discover import CalledApart, Candidate, NotCuttable, ancestors_of
 from shoal.partition.glue import Block, ReplacedCalls, own_call
 from shoal.partition.handed import Handed, Keepers, KeeperSearch, noted
 from shoal.partition.preserve import BufferWatch
@@ -123,7 +123,7 @@ class Spy:
         """Run the forward, with gradients. Buffers and random state change as in any.
 
         Raises:
-            OtherMode: it calls some of these blocks in a mode of their own.
+            CalledApart: it calls some of these blocks as no block can.
             NotCuttable: it does something that no chain of these blocks could do.
         """
         calls = ReplacedCalls(self._replacements())
@@ -133,7 +133,8 @@ class Spy:
             self._ambient = self._mode()
             loss, output = loss_and_output(recipe, self._model, batch)
             if self._elsewhere:
-                raise OtherMode(self._elsewhere)
+                how = "calls block {} within torch.no_grad or an autocast of its own"
+                raise CalledApart(self._elsewhere, how)
             with self._aside():
                 self._end_gap()
                 leaves = [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor)]
@@ -418,6 +419,10 @@ class Spy:
             self.seen.keepers = self._search.keepers
         called = {block.module for block in self.seen.blocks}
         self.seen.skipped = [name for m, name in self._block_names.items() if m not in called]
+        inner = tuple(name for gap in self.seen.gaps for name, _ in gap.modules)
+        if entered := {b for b in self.seen.skipped if any(n.startswith(f"{b}.") for n in inner)}:
+            how = "runs what is in block {} without calling it (block.forward(x) is no call)"
+            raise CalledApart(entered, how)
         now = {name: p._version for name, p in self._model.named_parameters()}
         changed = {name for name in now if now[name] != self._versions[name]}
         self.seen.written = frozenset(changed | self._writes.names)

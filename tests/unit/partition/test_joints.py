@@ -233,6 +233,21 @@ class Fused(Blocks):
         return self.blocks[3](y)
 
 
+class Direct(Blocks):
+    """Calls the forwards of some listed modules, and what is in them, as HRNet does."""
+
+    def __init__(self):
+        super().__init__()
+        self.norms = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(2)
+        )
+
+    def body(self, x):
+        for block, norm in zip(self.blocks[::2], self.norms, strict=True):
+            x = block(x) + norm.forward(x)
+        return self.blocks[3](self.blocks[1](x))
+
+
 class Shortcut(Blocks):
     """Adds into what a module returned earlier, and gives that to a module that changes it too."""
 
@@ -358,6 +373,7 @@ KINDS = {
     Attending: 4 + 2,
     Pyramid: 4 + 2,
     Fused: 4 + 2,
+    Direct: 4 + 2,
     Shortcut: 4 + 1,
     Dropped: 4,
     Passing: 4,
