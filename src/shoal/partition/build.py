@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from shoal.core.errors import ShoalError, TrialError
-from shoal.partition.callsheet import EmptyCache, copies_among
+from shoal.partition.callsheet import EmptyCache, own_among
 from shoal.partition.chain import Chain, Micro
 from shoal.partition.discover import (
     CalledApart,
@@ -28,11 +28,11 @@ from shoal.partition.preserve import preserved, same_values
 from shoal.partition.record import Record, make_record
 from shoal.partition.spy import Spy
 from shoal.partition.units import run_forward
-from shoal.partition.wires import Wire, Wires
+from shoal.partition.wires import OwnCall, Wire, Wires
 from shoal.pystate.finding import fields_holding
 from shoal.recipe import Batch, Recipe, autocast
 
-_ATTEMPTS = 4  # to find the joints, of which known ones may bring others to light, and copies
+_ATTEMPTS = 5  # to find the joints, of which known ones may bring others to light, and so on
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,10 +189,10 @@ def _record(source: _Source, candidate: Candidate) -> Record:
 def _watched(source: _Source, candidate: Candidate) -> Record:
     """What a forward does, watched until its joints are known.
 
-    A copy that is changed afterwards is no wire: the forward would change it once more.
+    What it computes itself and changes afterwards is no wire: it would change it once more.
     """
     joints: tuple[int, ...] = ()
-    names_copies = True
+    shared, names_own = frozenset[OwnCall](), True
     keepers: Keepers = {}
     for _ in range(_ATTEMPTS):
         with preserved(source.model, source.device):
@@ -201,17 +201,18 @@ def _watched(source: _Source, candidate: Candidate) -> Record:
                 candidate,
                 source.device,
                 joints,
-                names_copies=names_copies,
+                shared=shared,
+                names_own=names_own,
                 keepers=keepers,
             )
             spy.watch(source.recipe, clone_batch(source.batch))
-            made = spy.seen.made
-            changed = any(made[copy]._version for copy in copies_among(made).values())
-            same = tuple(spy.seen.found) == joints and spy.seen.keepers == keepers
-            if same and not changed:
-                return make_record(source.model, spy.seen)
-        joints, names_copies = tuple(spy.seen.found), names_copies and not changed
-        keepers = spy.seen.keepers
+            seen = spy.seen
+            changed = any(seen.made[own]._version for own in own_among(seen.made).values())
+            known = (*seen.found,) == joints, seen.keepers == keepers, seen.shared == shared
+            if all(known) and not changed:
+                return make_record(source.model, seen)
+        joints, names_own = tuple(seen.found), names_own and not changed
+        keepers, shared = seen.keepers, seen.shared
     raise NotCuttable("what it computes between its blocks changes each time its forward runs")
 
 

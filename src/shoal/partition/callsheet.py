@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from shoal.partition.discover import NotCuttable
 from shoal.partition.sections import Sections
 from shoal.partition.template import Constant, Shape, Template, flatten, is_constant, leaf_paths
-from shoal.partition.wires import Names, Wire, Wires
+from shoal.partition.wires import Names, OwnCall, Wire, Wires
 from shoal.rng import RngState
 
 
@@ -189,18 +189,20 @@ def argument_wire(head: int, module: str, call: int, leaf: int) -> Wire:
     return Wire(head, f"{module}#{call}<{leaf}")
 
 
-_COPIES = "clone()"
+def own_wire(head: int, call: OwnCall) -> Wire:
+    """The name of what a section's head computed by itself."""
+    return module_wire(head, f"{call.function}()", call.number, 0)
 
 
-def copy_wire(head: int, call: int) -> Wire:
-    """The name of a copy that a section's head made, by the number of such calls before it."""
-    return module_wire(head, _COPIES, call, 0)
+def own_among(wires: Iterable[Wire]) -> dict[OwnCall, Wire]:
+    """Those that a head computed by itself, by their calls."""
+    named = (wire for wire in wires if "()#" in wire.slot and not wire.is_argument)
+    return {_own_call(wire): wire for wire in named}
 
 
-def copies_among(wires: Iterable[Wire]) -> dict[int, Wire]:
-    """Those that are copies which a head made, by their calls' numbers."""
-    named = (wire for wire in wires if wire.slot.startswith(f"{_COPIES}#"))
-    return {int(wire.slot.partition("#")[2].partition(".")[0]): wire for wire in named}
+def _own_call(wire: Wire) -> OwnCall:
+    function, _, place = wire.slot.partition("()#")
+    return OwnCall(function, int(place.partition(".")[0]))
 
 
 def is_cache(value: Any) -> bool:

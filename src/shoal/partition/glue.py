@@ -40,14 +40,23 @@ from shoal.partition.callsheet import (
     Reads,
     Returned,
     argument_wire,
-    copies_among,
     leaf_wires,
     module_wire,
+    own_among,
 )
 from shoal.partition.handed import Keeper, hand_over, noted
 from shoal.partition.sections import Sections
 from shoal.partition.template import Shape, Template, flatten, output_template
-from shoal.partition.wires import CopyCalls, Names, Substitution, Touch, TouchWatch, Wire, Wires
+from shoal.partition.wires import (
+    Names,
+    OwnCall,
+    OwnCalls,
+    Substitution,
+    Touch,
+    TouchWatch,
+    Wire,
+    Wires,
+)
 from shoal.recipe import Batch, Output, Recipe, compute_loss, model_inputs
 from shoal.rng import capture_rng, restore_rng
 
@@ -280,8 +289,8 @@ class _Run:
         self._expected = reads.by_section[section]
         self._arguments = {wire for wire in self._expected if wire.is_argument}
         self._kept = reads.anywhere
-        self._copies = copies_among(self._kept)
-        self._copied = 0
+        self._own = own_among(self._kept)
+        self._own_counts: Counter[str] = Counter()
         self._on_resume = on_resume
         blocks = skeleton.sections.blocks_of(section)
         self._first, self._stop = blocks.start, blocks.stop
@@ -311,8 +320,9 @@ class _Run:
                 stack.enter_context(self.substitution)
             if self.skipping and self.skeleton.draws:
                 self._replay(0)
-            if self._copies:
-                stack.enter_context(CopyCalls(self._copy))
+            if self._own:
+                functions = {call.function for call in self._own}
+                stack.enter_context(OwnCalls(self._compute, functions))
             try:
                 yield
             finally:
@@ -342,11 +352,13 @@ class _Run:
         def stub(*args: Any, **kwargs: Any) -> Any:
             block = _expect(self.skeleton.blocks, self.position, module)
             self._step_aside(True)
+            self._depth += 1
             try:
                 if self.position < self._first:
                     return self._skip_block(args, kwargs)
                 return self._note_block(block, args, kwargs)
             finally:
+                self._depth -= 1
                 self._step_aside(False)
 
         return stub
@@ -373,19 +385,22 @@ class _Run:
 
         return spy
 
-    def _copy(self, copy: Callable[[], Tensor]) -> Tensor:
-        """A copy that the forward makes: the one that there is, where it was made before."""
+    def _compute(self, function: str, compute: Callable[[], Any], given: Any) -> Any:
+        """What the forward computes itself: what there is, where that was computed before."""
         if self._depth or self.substitution.paused:
-            return copy()
-        self._copied += 1
-        wire = self._copies.get(self._copied)
+            return compute()
+        self._own_counts[function] += 1
+        wire = self._own.get(OwnCall(function, self._own_counts[function]))
         if wire is None:
-            return copy()
-        copied = self._real[wire] if wire in self._real else copy()
-        self._names.give(copied, wire)
+            return compute()
+        computed = self._real.get(wire)
+        if computed is None or self.skeleton.draws:  # what it draws is drawn once more
+            anew = compute()
+            computed = anew if computed is None else computed
+        self._names.give(computed, wire)
         if not self.skipping:
-            self._made[wire] = copied
-        return copied
+            self._made[wire] = computed
+        return computed
 
     def _away_from(self, arguments: Any) -> AbstractContextManager[object]:
         """While a module outside of the blocks runs; looks at types alone need no watch there."""

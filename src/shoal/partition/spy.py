@@ -18,18 +18,27 @@ from shoal.partition.callsheet import (
     CallWriter,
     argument_name,
     argument_wire,
-    copy_wire,
     leaf_wires,
     module_wire,
+    own_wire,
 )
 from shoal.partition.discover import CalledApart, Candidate, NotCuttable, ancestors_of
 from shoal.partition.glue import Block, ReplacedCalls, own_call
 from shoal.partition.handed import Handed, Keepers, KeeperSearch, noted
 from shoal.partition.preserve import BufferWatch
 from shoal.partition.sections import Sections
-from shoal.partition.taint import BlockOutput, Source, Taint
+from shoal.partition.taint import BlockOutput, Computed, Source, Sources, Taint
 from shoal.partition.template import Shape, Template, flatten, output_template
-from shoal.partition.wires import CopyCalls, Names, TouchWatch, Wire, Wires, storage_key
+from shoal.partition.wires import (
+    Names,
+    OwnCall,
+    OwnCalls,
+    TouchWatch,
+    Wire,
+    Wires,
+    storage_key,
+    tensors_in,
+)
 from shoal.partition.writes import WriteWatch
 from shoal.recipe import Batch, Recipe, autocast, loss_and_output
 from shoal.rng import RngState, capture_rng, same_rng
@@ -54,11 +63,12 @@ class Seen:
 
     ``found`` are the joints that it turned out to need. There is one gap more than blocks, and
     in ``calls`` one list for each section. ``keepers`` are the hooks by which its blocks hand
-    over what it reads.
+    over what it reads, ``shared`` what it computes itself and several sections read.
     """
 
     joints: tuple[int, ...]
     keepers: Keepers = field(default_factory=dict)
+    shared: frozenset[OwnCall] = frozenset()
     found: list[int] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
     gaps: list[Gap] = field(default_factory=lambda: [Gap()])
@@ -74,13 +84,14 @@ class Seen:
 class Spy:
     """Watches one forward of a model whose joints are taken to be ``joints``.
 
-    Copies that it makes itself are wires with ``names_copies``; else what reads one later is to
-    make it anew, and gradients may add up in another order. What blocks hand over to
+    What it computes itself is made anew by what reads it later. With ``names_own`` copies are
+    wires, and what is ``shared`` by several sections, where gradients would add up in another
+    order. What blocks hand over to
     ``keepers`` is output of theirs; where none are known they are looked for.
 
     Attributes:
-        seen: What it saw. Where ``seen.found`` are other joints, or ``seen.keepers`` others than
-            were known, watch again with these.
+        seen: What it saw. Where ``seen.found`` are other joints, or ``seen.keepers`` or
+            ``seen.shared`` others than were known, watch again with these.
     """
 
     def __init__(
@@ -90,13 +101,14 @@ class Spy:
         device: torch.device,
         joints: tuple[int, ...] = (),
         *,
-        names_copies: bool = True,
+        shared: frozenset[OwnCall] = frozenset(),
+        names_own: bool = True,
         keepers: Keepers | None = None,
     ) -> None:
-        self.seen = Seen(joints, keepers=keepers or {})
+        self.seen = Seen(joints, keepers=keepers or {}, shared=shared)
         self._search = None if keepers else KeeperSearch(self._alias)
         self._aliases: set[Source] = set()
-        self._names_copies = names_copies
+        self._names_own = names_own
         self._model, self._device = model, device
         self._sections = Sections(sys.maxsize, joints)
         self._ancestors = ancestors_of(model, iter(candidate.blocks))
@@ -113,7 +125,9 @@ class Spy:
         self._buffers = BufferWatch(model)
         self._versions = {name: p._version for name, p in model.named_parameters()}
         self._counts: Counter[str] = Counter()
-        self._depth = self._copies = 0
+        self._own_counts: Counter[str] = Counter()
+        self._uses: dict[OwnCall, set[int]] = {}
+        self._depth = 0
         self._ambient: Any = None
         self._elsewhere: set[str] = set()  # blocks that it calls in another mode
         self._rng: RngState = capture_rng(device)  # when the last block returned
@@ -128,8 +142,8 @@ class Spy:
         """
         calls = ReplacedCalls(self._replacements())
         grads, cast = torch.enable_grad(), autocast(recipe, self._device)
-        copies = CopyCalls(self._copy)
-        with grads, cast, calls, self._taint, self._touch, self._writes, copies:
+        own = OwnCalls(self._compute)
+        with grads, cast, calls, self._taint, self._touch, self._writes, own:
             self._ambient = self._mode()
             loss, output = loss_and_output(recipe, self._model, batch)
             if self._elsewhere:
@@ -138,7 +152,9 @@ class Spy:
             with self._aside():
                 self._end_gap()
                 leaves = [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor)]
-                self.seen.gaps[-1].read |= self._taint.of_all([loss, *leaves])
+                sources = self._taint.of_all([loss, *leaves])
+                self.seen.gaps[-1].read |= sources
+                self._note_uses(sources)
                 self._find_late_joints()
                 self._end()
 
@@ -189,18 +205,38 @@ class Spy:
 
         return spied
 
-    def _copy(self, copy: Callable[[], Tensor]) -> Tensor:
-        """A copy that the forward makes; it is a wire where that takes no joint."""
-        copied = copy()
+    def _compute(self, function: str, compute: Callable[[], Any], given: Any) -> Any:
+        """What the forward computes itself: a wire, if it is one of these and takes no joint."""
+        computed = compute()
         if self._depth:
-            return copied
-        number = self._copies = self._copies + 1
+            return computed
+        self._own_counts[function] += 1
+        call = OwnCall(function, self._own_counts[function])
+        if not isinstance(computed, Tensor):
+            return computed
         with self._aside():
-            if self._names_copies and self._taint.of(copied) and not self._is_computed(copied):
+            if not self._taint.of(computed) or self._is_computed(computed):
+                return computed
+            if self._names_own and (call.is_copy or call in self.seen.shared):
                 head = self._sections.head(self._sections.of_block(len(self.seen.blocks)))
-                self.seen.gaps[-1].made.add(wire := copy_wire(head, number))
-                self._name(copied, wire)
-        return copied
+                self.seen.gaps[-1].made.add(wire := own_wire(head, call))
+                self._name(computed, wire)
+            elif computed.requires_grad and not _share_memory(computed, tensors_in(given)):
+                self._taint.add(computed, Computed(call))
+        return computed
+
+    def _note_uses(self, sources: Sources) -> None:
+        """Note before which block what is computed by the forward itself comes to anything."""
+        for source in sources:
+            if isinstance(source, Computed):
+                self._uses.setdefault(source.call, set()).add(len(self.seen.blocks))
+
+    def _find_shared(self) -> Iterator[OwnCall]:
+        """Calls of the forward itself whose results come to something in several sections."""
+        sections = Sections(len(self.seen.blocks), self.seen.joints)
+        for call, positions in self._uses.items():
+            if len({sections.of_block(position) for position in positions}) > 1:
+                yield call
 
     def _note_draws(self) -> None:
         """Note whether random numbers were drawn since the last module returned."""
@@ -216,6 +252,7 @@ class Spy:
                 sources = self._taint.of(leaf)
                 if self._names.of(leaf) is None and sources:
                     self._taint.read |= sources  # it may be of an earlier gap
+                    self._note_uses(sources)
                     self._note_made(leaf, wire)
                     self._taint.name(leaf, wire)
 
@@ -310,6 +347,7 @@ class Spy:
                 self.seen.made[leaf] = value
                 sources = self._taint.of(value)
                 self.seen.gaps[-1].read |= sources
+                self._note_uses(sources)
                 if sources:
                     self._taint.name(value, leaf)
                 else:
@@ -417,6 +455,7 @@ class Spy:
     def _end(self) -> None:
         if self._search and any(gap.read & self._aliases for gap in self.seen.gaps):
             self.seen.keepers = self._search.keepers
+        self.seen.shared |= set(self._find_shared())
         called = {block.module for block in self.seen.blocks}
         self.seen.skipped = [name for m, name in self._block_names.items() if m not in called]
         inner = tuple(name for gap in self.seen.gaps for name, _ in gap.modules)
@@ -448,6 +487,10 @@ def _apart(output: Any, arguments: Sequence[Tensor]) -> Any:
         return output
     apart = {id(leaf): leaf.view_as(leaf) for leaf in leaves if id(leaf) in same}
     return pytree.tree_unflatten([apart.get(id(leaf), leaf) for leaf in leaves], spec)
+
+
+def _share_memory(tensor: Tensor, others: Sequence[Tensor]) -> bool:
+    return storage_key(tensor) in map(storage_key, others)
 
 
 def _same_numpy(first: RngState, second: RngState) -> bool:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.dispatched import run_operation
 from shoal.frames import line_now
-from shoal.partition.wires import Wire, storage_key, tensors_in
+from shoal.partition.wires import OwnCall, Wire, storage_key, tensors_in
 
 _READS = ("aten::_local_scalar_dense", "aten::item", "aten::equal", "aten::is_nonzero")
 
@@ -36,8 +36,15 @@ class Derived:
     position: int
 
 
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What the forward computed itself with a gradient, through what was computed from it."""
+
+    call: OwnCall
+
+
 CHANCE: Final = Chance()
-Source = Wire | str | BlockOutput | Chance | Derived
+Source = Wire | str | BlockOutput | Chance | Derived | Computed
 Sources = frozenset[Source]
 _NOTHING: Sources = frozenset()
 
@@ -90,6 +97,10 @@ class Taint(TorchDispatchMode):
         if position is not None:
             origin = {BlockOutput(position)}
         self._know(tensor, frozenset({wire, *origin}))
+
+    def add(self, tensor: Tensor, source: Source) -> None:
+        """``tensor`` has one more source."""
+        self._know(tensor, self.of(tensor) | {source})
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

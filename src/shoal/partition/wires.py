@@ -23,7 +23,8 @@ class Wire:
     module between the blocks returned, and ``<block>.<leaf>`` for any other tensor that the
     forward hands to a block, after the argument leaf of the block that reads it first. One
     that it hands to a module only, and reads again later, is ``<module>#<call><<leaf>``; a copy
-    that it makes itself, of what no block of its section returned, ``clone()#<call>.0``.
+    that it makes itself, of what no block of its section returned, ``clone()#<call>.0``, and so
+    what another function computes that several sections read.
     """
 
     layer: int
@@ -189,18 +190,40 @@ class TouchWatch(TorchFunctionMode):
         )
 
 
-class CopyCalls(TorchFunctionMode):
-    """Has ``called`` do what the forward copies a tensor for, with a function that copies it."""
+@dataclass(frozen=True, slots=True)
+class OwnCall:
+    """A call of one of torch's functions outside of all modules, by how many there have been."""
 
-    def __init__(self, called: Callable[[Callable[[], Tensor]], Tensor]) -> None:
+    function: str
+    number: int
+
+    @property
+    def is_copy(self) -> bool:
+        return self.function == Tensor.clone.__name__
+
+
+class OwnCalls(TorchFunctionMode):
+    """Has ``called`` do what torch's functions are called for, or those of these ``functions``.
+
+    It is given the function's name, what does it, and what that is given.
+    """
+
+    def __init__(
+        self,
+        called: Callable[[str, Callable[[], Any], Any], Any],
+        functions: Collection[str] = (),
+    ) -> None:
         super().__init__()
-        self._called = called
+        self._called, self._functions = called, functions
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         call = functools.partial(func, *args, **(kwargs or {}))
-        return self._called(call) if func in (Tensor.clone, torch.clone) else call()
+        name = getattr(func, "__name__", "")
+        if self._functions and name not in self._functions:
+            return call()
+        return self._called(name, call, (args, kwargs))
 
 
 def tensors_in(tree: Any) -> list[Tensor]:

@@ -163,16 +163,40 @@ class Gated(Blocks):
 
 
 class TwiceGated(Gated):
-    """What is computed early is read in two places, and nothing gives it a name."""
+    """What is computed early is read in two places: it is a wire of what computed it."""
 
     def body(self, x):
-        scale = self.scale.exp()
+        scale = self.make_scale()
         for block in self.blocks[:2]:
             x = block(x)
         x = x * scale + self.shift
         for block in self.blocks[2:]:
             x = block(x)
         return x * scale
+
+    def make_scale(self):
+        return 2 * self.scale.exp()
+
+
+class GatedAtBothEnds(TwiceGated):
+    """One of these places is where it is computed, by a function that draws besides."""
+
+    def body(self, x):
+        scale = F.dropout(self.make_scale(), 0.2)
+        noise = torch.rand(WIDTH)
+        x = x * scale
+        for block in self.blocks:
+            x = block(x)
+        return F.dropout(x + self.shift, 0.2) * scale * noise
+
+
+class GatedInPlace(TwiceGated):
+    """What is computed early is changed at once: a wire would be changed once more."""
+
+    def make_scale(self):
+        scale = self.scale.cos()
+        scale *= 2
+        return scale
 
 
 class Towers(Blocks):
@@ -369,6 +393,8 @@ KINDS = {
     Branched: 4,
     Noisy: 4 + 3,
     Gated: 4 + 1,
+    TwiceGated: 4 + 1,
+    GatedAtBothEnds: 4,
     Towers: 4 + 1,
     Attending: 4 + 2,
     Pyramid: 4 + 2,
@@ -488,7 +514,7 @@ def test_a_parameter_that_is_read_early_and_again_later_is_borrowed_there(make_r
 
 
 def test_what_would_have_to_be_computed_twice_is_found_though_its_values_hide_it(make_recipe):
-    model = TwiceGated()  # the exponential of 0 is 1, by which all is equal at first
+    model = GatedInPlace()  # the sine of 0 is 0, by which all is equal at first
 
     report = pilot(model, make_recipe(model), vectors(4), CPU)
 
