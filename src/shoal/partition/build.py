@@ -271,7 +271,10 @@ def _side_door(model: nn.Module) -> str:
     asked = [name for name in names if any(getattr(c, name, False) is True for c in configs)]
     if not asked:
         return ""
-    return f"; the config sets {asked[0]}, which the blocks hand over behind the forward's back"
+    return (
+        f"; the config sets {asked[0]}, and what is collected so is known here by hooks that do "
+        "nothing but keep what they are given (transformers 5): without it the model may be cut"
+    )
 
 
 def _rehearse(chain: Chain, batch: Batch) -> _Rehearsal:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -160,16 +162,21 @@ def test_a_hook_that_has_gone_is_named(make_recipe):
         sharded_backward(chain, data, every_layer(chain))
 
 
-def test_what_a_hook_keeps_a_number_of_that_is_no_tensor_is_not_foreseen(make_recipe):
-    """A value that a hook reads is not there before its block has run."""
-    model, kept = Collecting(), []
-    for block in model.blocks:
-        block.router.register_forward_hook(lambda m, a, output: kept.append(output[0].mean()))
+def test_what_a_hook_computes_for_the_forward_is_refused_with_the_setting(make_recipe):
+    class Computing(Collecting):
+        config = SimpleNamespace(output_router_logits=True)
 
-    def balance(output, batch):
-        total = loss(output, batch) + sum(kept[-3:])
-        kept.clear()
-        return total
+        def keeping(self, kind, first=False):
+            keep = super().keeping(kind)
+            return lambda module, args, output: keep(module, args, 2 * output[0])
 
-    report = pilot(model, make_recipe(model, balance), batch(), CPU)
+        def forward(self, x):
+            output = super().forward(x)
+            return output | {"scores": (torch.cat(output["scores"]),)}
+
+    model = Computing("scores")
+    report = pilot(model, make_recipe(model, loss), batch(), CPU)
+
     assert report.chain is None
+    assert "the config sets output_router_logits" in report.notes[0]
+    assert report.notes[0].endswith("without it the model may be cut.")
