@@ -158,6 +158,7 @@ def _build(source: _Source, candidate: Candidate) -> Chain:
         blocks=record.blocks,
         outside=record.outside,
         reads=record.sheet.reads,
+        keepers=record.keepers,
         glue_free=glue_free,
         draws=record.draws,
     )

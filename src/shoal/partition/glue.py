@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -44,7 +44,7 @@ from shoal.partition.callsheet import (
     module_wire,
     own_among,
 )
-from shoal.partition.handed import Keeper, hand_over, noted
+from shoal.partition.handed import Keeper, Keepers, returned_of, run_noting
 from shoal.partition.sections import Sections
 from shoal.partition.template import Shape, Template, flatten, output_template
 from shoal.partition.wires import (
@@ -87,27 +87,20 @@ class Block:
         return self.unsure | self.retyped
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module, and note what its keepers would be given."""
-        if not self.keepers:
-            return self.module(*args, **kwargs)
-        with noted(self.module, self.keepers, flatten((args, kwargs))[0]) as handed:
-            returned = self.module(*args, **kwargs)
-        return returned, handed
+        """Run the module: its output, the pair if there are keepers."""
+        return run_noting(self.module, self.module, self.keepers, args, kwargs)
 
-    def returned(self, output: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def returned(self, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the module returns; the keepers are given what is theirs of ``output``."""
-        if not self.keepers:
-            return output
-        returned, handed = output
-        hand_over(self.module, handed, args, kwargs)
-        return returned
+        return returned_of(output, self.module, self.keepers, args, kwargs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skeleton:
     """A model seen as blocks in calling order, and the modules that run between them.
 
-    ``reads`` is what the sections were seen to read of what earlier ones made. ``dense``
+    ``reads`` is what the sections were seen to read of what earlier ones made, ``keepers`` the
+    hooks in blocks and other modules by which that is handed over. ``dense``
     says that the glue changes stand-ins in place, so that they need memory; ``glue_free`` that
     nothing between the blocks can look at them; ``draws`` that the forward draws random numbers
     outside of all modules. With ``graph_kernels`` torch takes other kernels, with other bits,
@@ -121,6 +114,7 @@ class Skeleton:
     blocks: tuple[Block, ...]
     outside: Mapping[str, nn.Module]
     reads: Reads
+    keepers: Keepers = field(default_factory=dict)
     dense: bool = False
     glue_free: bool = False
     draws: bool = False
@@ -370,15 +364,18 @@ class _Run:
             self._step_aside(True)
             self._depth += 1
             try:
+                module, keepers = self.skeleton.outside[name], self.skeleton.keepers.get(name, ())
                 if self.skipping:
-                    return self._skip_module(name, args, kwargs)
+                    output = self._skip_module(name, args, kwargs)
+                    return returned_of(output, module, keepers, args, kwargs)
                 args, kwargs = self.substitution.in_leaves((args, kwargs))
                 self._note_handed(name, args, kwargs)
                 self._step_aside(False)
                 with self._away_from((args, kwargs)):
-                    output = call(*args, **kwargs)
+                    output = run_noting(call, module, keepers, args, kwargs)
                 self._step_aside(True)
-                return self._note_module(name, output)
+                output = self._note_module(name, output)
+                return returned_of(output, module, keepers, args, kwargs)
             finally:
                 self._depth -= 1
                 self._step_aside(False)

@@ -11,7 +11,9 @@ output of the block, beside what that returns:
     a stub in its place        gives them that, in their order: stand-ins, or what is read of it
 
 That is done with hooks that do nothing but keep: they return nothing and call none of torch's
-functions. And only if the forward reads what one of them kept; others run when their module does.
+functions, but may ask for a device, as timm's do. And only if the forward reads what one of them
+kept; others run when their module does. Modules outside of the blocks, which are passed over where
+the forward is entered again, are treated in the same way.
 """
 
 from __future__ import annotations
@@ -36,12 +38,13 @@ class Keeper(NamedTuple):
     """A hook that keeps what it is given, as it is found in another model of the same code too.
 
     ``module`` is the hooked module's name inside of the block, ``number`` counts the hooks of
-    one ``function`` there.
+    one ``function`` there, of those before and those behind its forward.
     """
 
     module: str
     function: str
     number: int
+    before: bool  # a hook that is called before its module's forward
     with_kwargs: bool
 
 
@@ -58,45 +61,60 @@ class Given:
     index: int
 
 
-def hooks_of(block: nn.Module) -> Iterator[tuple[Keeper, nn.Module, int]]:
-    """All forward hooks in a block, with the module that each is of and its key there."""
+class _Place(NamedTuple):
+    """Where a hook is registered."""
+
+    module: nn.Module
+    hooks: dict[int, _Hook]
+    key: int
+
+
+def hooks_of(block: nn.Module) -> Iterator[tuple[Keeper, _Place]]:
+    """All hooks of forwards in a block, and where each is."""
     for name, module in block.named_modules():
-        numbers: Counter[str] = Counter()
-        for key, hook in module._forward_hooks.items():
-            function = str(getattr(hook, "__qualname__", type(hook).__qualname__))
-            with_kwargs = key in module._forward_hooks_with_kwargs
-            yield Keeper(name, function, numbers[function], with_kwargs), module, key
-            numbers[function] += 1
+        for before, hooks, with_kwargs in (
+            (True, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
+            (False, module._forward_hooks, module._forward_hooks_with_kwargs),
+        ):
+            numbers: Counter[str] = Counter()
+            for key, hook in hooks.items():
+                function = str(getattr(hook, "__qualname__", type(hook).__qualname__))
+                number = numbers[function]
+                numbers[function] += 1
+                keeper = Keeper(name, function, number, before, key in with_kwargs)
+                yield keeper, _Place(module, hooks, key)
 
 
 @contextmanager
 def hooks_replaced(
     block: nn.Module, replacement: Callable[[Keeper, _Hook], _Hook | None]
 ) -> Iterator[None]:
-    """Other functions in place of a block's forward hooks, where there is one for it."""
-    found = list(hooks_of(block))
-    before = {key: module._forward_hooks[key] for _, module, key in found}
-    for keeper, module, key in found:
-        module._forward_hooks[key] = replacement(keeper, before[key]) or before[key]
+    """Other functions in place of a block's hooks of forwards, where there is one for it."""
+    found = [(keeper, place, place.hooks[place.key]) for keeper, place in hooks_of(block)]
+    for keeper, place, hook in found:
+        place.hooks[place.key] = replacement(keeper, hook) or hook
     try:
         yield
     finally:
-        for _, module, key in found:
-            module._forward_hooks[key] = before[key]
+        for _, place, hook in found:
+            place.hooks[place.key] = hook
 
 
 # -- which hooks keep ------------------------------------------------------------------------
 
 
+_DEVICE = Tensor.device.__get__
+
+
 class _Functions(TorchFunctionMode):
-    """Notes whether any function of torch is called, be it for a shape."""
+    """Notes whether any function of torch is called, be it for a shape; a device is known."""
 
     called = False
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        self.called = True
+        self.called = self.called or func != _DEVICE
         return func(*args, **(kwargs or {}))
 
 
@@ -166,11 +184,14 @@ def noted(
         return hook
 
     wanted = frozenset(keepers)
-    missing = wanted - {keeper for keeper, _, _ in hooks_of(block)}
+    missing = wanted - {keeper for keeper, _ in hooks_of(block)}
     with ExitStack() as stack:
         for keeper in (keeper for keeper in keepers if keeper in missing):
-            module = block.get_submodule(keeper.module)
-            handle = module.register_forward_hook(note(keeper), with_kwargs=keeper.with_kwargs)
+            module, hook = block.get_submodule(keeper.module), note(keeper)
+            if keeper.before:
+                handle = module.register_forward_pre_hook(hook, with_kwargs=keeper.with_kwargs)
+            else:
+                handle = module.register_forward_hook(hook, with_kwargs=keeper.with_kwargs)
             stack.callback(handle.remove)
         stack.enter_context(
             hooks_replaced(block, lambda keeper, _: note(keeper) if keeper in wanted else None)
@@ -178,7 +199,37 @@ def noted(
         yield handed
 
 
-def hand_over(
+def run_noting(
+    call: Callable[..., Any],
+    block: nn.Module,
+    keepers: Sequence[Keeper],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """What ``call``, the block's own, returns; with keepers and what they would be given."""
+    if not keepers:
+        return call(*args, **kwargs)
+    with noted(block, keepers, flatten((args, kwargs))[0]) as handed:
+        returned = call(*args, **kwargs)
+    return returned, handed
+
+
+def returned_of(
+    output: Any,
+    block: nn.Module,
+    keepers: Sequence[Keeper],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """What the block returns, of what ``run_noting`` gave; the keepers are given theirs."""
+    if not keepers:
+        return output
+    returned, handed = output
+    _hand_over(block, handed, args, kwargs)
+    return returned
+
+
+def _hand_over(
     block: nn.Module, handed: Handed, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
     """Give the keepers in a block, which is called with these arguments, what is theirs.
@@ -187,15 +238,15 @@ def hand_over(
         TrialError: one of them is not there.
     """
     arguments = flatten((args, kwargs))[0]
-    hooks = {keeper: (module, key) for keeper, module, key in hooks_of(block)}
+    places = dict(hooks_of(block))
     for (keeper, _), given in handed.items():
-        if keeper not in hooks:
+        if keeper not in places:
             raise TrialError(
                 f"the forward hook {keeper.function!r} of the module {keeper.module!r} in a block "
                 "is gone, by which the forward had what that computes in the pilot. Leave it "
                 "there, or train this model unsharded."
             )
-        module, key = hooks[keeper]
+        place = places[keeper]
         leaves, spec = flatten(given)
         real = [arguments[v.index] if isinstance(v, Given) else v for v in leaves]
-        module._forward_hooks[key](module, *pytree.tree_unflatten(real, spec))
+        place.hooks[place.key](place.module, *pytree.tree_unflatten(real, spec))

@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from shoal.partition.callsheet import CallSheet, Part, Reads, output_wires
 from shoal.partition.discover import NotCuttable
 from shoal.partition.glue import Block
+from shoal.partition.handed import Keepers
 from shoal.partition.sections import Sections
 from shoal.partition.spy import Seen
 from shoal.partition.taint import CHANCE, BlockOutput, Derived
@@ -29,6 +30,7 @@ class Record:
 
     blocks: tuple[Block, ...]
     sheet: CallSheet
+    keepers: Keepers  # hooks by which they and others hand over what the forward reads
     outside: Mapping[str, nn.Module]  # outermost modules called before the last block
     called: tuple[tuple[int, nn.Module], ...]  # all outermost modules, with the layer
     uses: frozenset[tuple[int, str]]  # a layer, a parameter that it reads outside of blocks
@@ -64,6 +66,7 @@ def make_record(model: nn.Module, seen: Seen) -> Record:
     return Record(
         blocks=tuple(seen.blocks),
         sheet=sheet,
+        keepers=seen.keepers,
         outside={name: m for gap in seen.gaps[:last] for name, m in gap.modules},
         called=tuple(
             (_head_of(sections, position), module)

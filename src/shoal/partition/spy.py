@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from shoal.partition.callsheet import (
 )
 from shoal.partition.discover import CalledApart, Candidate, NotCuttable, ancestors_of
 from shoal.partition.glue import Block, ReplacedCalls, own_call
-from shoal.partition.handed import Handed, Keepers, KeeperSearch, noted
+from shoal.partition.handed import Keepers, KeeperSearch, returned_of, run_noting
 from shoal.partition.preserve import BufferWatch
 from shoal.partition.sections import Sections
 from shoal.partition.taint import BlockOutput, Computed, Source, Sources, Taint
@@ -168,11 +168,12 @@ class Spy:
     @contextmanager
     def _aside(self) -> Iterator[None]:
         """Nothing is noted of what is done inside."""
+        before = self._taint.paused
         self._taint.paused = self._touch.paused = True
         try:
             yield
         finally:
-            self._taint.paused = self._touch.paused = False
+            self._taint.paused = self._touch.paused = before
 
     def _replacements(self) -> dict[nn.Module, Callable[..., Any]]:
         containers = set(self._ancestors.values())
@@ -195,11 +196,13 @@ class Spy:
                     if module in self._block_names:
                         return self._call_block(module, call, args, kwargs)
                     self._note_handed(name, args, kwargs)
-                output = call(*args, **kwargs)
+                keepers = self.seen.keepers.get(name, ())
+                with self._searching(name, module):
+                    output = run_noting(call, module, keepers, args, kwargs)
                 with self._aside():
                     self._note_module(name, module, output)
                     self._last_rng = capture_rng(self._device)
-                return output
+                    return returned_of(output, module, keepers, args, kwargs)
             finally:
                 self._depth -= 1
 
@@ -289,16 +292,18 @@ class Spy:
         values = writer.write(module, name, args, kwargs)
         self._name_arguments(writer.calls[-1], values)
         keepers = self.seen.keepers.get(name, ())
-        with self._writes.inside(module), self._handing(name, module, values) as handed:
-            output = call(*args, **kwargs)
+        with self._writes.inside(module), self._searching(name, module):
+            output = run_noting(call, module, keepers, args, kwargs)
         self._note_changes(module, args, kwargs, values)
         tensors = [value for value in values if isinstance(value, Tensor)]
-        output = _apart(output, tensors)
-        block = Block(name, module, output_template(output, tensors, owner=f"block {name!r}"))
+        num_returned = None
         if keepers:
-            num_returned, output = len(block.output.leaves), (output, handed)
-            template = output_template(output, tensors, owner=f"a hook in block {name!r}")
-            block = replace(block, output=template, keepers=keepers, num_returned=num_returned)
+            returned = _apart(output[0], tensors)
+            num_returned, output = len(flatten(returned)[0]), (returned, output[1])
+        else:
+            output = _apart(output, tensors)
+        template = output_template(output, tensors, owner=f"block {name!r}")
+        block = Block(name, module, template, keepers=keepers, num_returned=num_returned)
         unsure = frozenset(self._find_unsure(block.output, tensors))
         self._name_outputs(position, output, block.output, unsure)
         self.seen.blocks.append(replace(block, unsure=unsure))
@@ -308,17 +313,14 @@ class Spy:
         self._touch.touched.clear()
         return block.returned(output, args, kwargs)
 
-    def _handing(
-        self, name: str, module: nn.Module, values: Sequence[Any]
-    ) -> AbstractContextManager[Handed | None]:
-        """Look for keepers in a block that runs, or note what they would be given."""
-        if self._search is not None:
-            return self._search.inside(name, module)
-        return noted(module, self.seen.keepers.get(name, ()), values)
+    def _searching(self, name: str, module: nn.Module) -> AbstractContextManager[None]:
+        """Look for keepers in a module that runs, where none are known."""
+        return self._search.inside(name, module) if self._search else nullcontext()
 
     def _alias(self, tensor: Tensor) -> Tensor:
         """Another tensor with this one's memory, for a hook: is it read by the forward?"""
-        alias = tensor.view_as(tensor)
+        with self._aside():
+            alias = tensor.view_as(tensor)
         wire = Wire(self._sections.layer_of(len(self.seen.blocks)), f"hook.{len(self._aliases)}")
         self._taint.name(alias, wire)
         self._aliases.add(wire)

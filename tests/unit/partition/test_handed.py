@@ -64,11 +64,14 @@ class Collecting(nn.Module):
 
     def hook(self):
         self.hooked = True
+        self.enter.register_forward_hook(self.keeping("entered"))
         for block in self.blocks:
             block.register_forward_hook(self.keeping("hidden", first=True))
             for module in block.modules():
                 if isinstance(module, Router):
                     module.register_forward_hook(self.keeping("scores"))
+                    keep = self.keeping("inputs")
+                    module.register_forward_pre_hook(lambda m, args, keep=keep: keep(m, (), args))
 
     def keeping(self, kind, first=False):
         def keep(module, args, output):
@@ -76,7 +79,9 @@ class Collecting(nn.Module):
                 return
             if first and not self.collected[kind]:
                 self.collected[kind].append(args[0])
-            self.collected[kind].append(output[0] if isinstance(output, tuple) else output)
+            kept = output[0] if isinstance(output, tuple) else output
+            assert kept.device.type == "cpu"
+            self.collected[kind].append(kept)
 
         return keep
 
@@ -89,13 +94,16 @@ def loss(output, batch):
     total = F.cross_entropy(output["logits"], batch[1])
     if scores := output.get("scores"):
         total = total + 0.1 * torch.cat(scores).softmax(-1).mean(0).square().sum()
-    for hidden in output.get("hidden", ()):
-        total = total + 0.1 * hidden.square().mean()
+    for kind in ("entered", "hidden", "inputs"):
+        for kept in output.get(kind, ()):
+            total = total + 0.1 * kept.square().mean()
     return total
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("kinds", [("scores",), ("hidden",), ("hidden", "scores")])
+@pytest.mark.parametrize(
+    "kinds", [("scores",), ("hidden",), ("hidden", "scores"), ("entered", "inputs")]
+)
 def test_what_hooks_collect_trains_in_shards_as_alone(kinds, precision, assert_bitwise):
     model = Collecting(*kinds)
     chain = assert_bitwise(model, [batch(), batch(6, 2)], loss, precision=precision)
