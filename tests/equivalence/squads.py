@@ -405,9 +405,14 @@ def widths(report) -> list[int]:
     return [1 if gone else recorded_width(key) for key, gone in zip(keys, left, strict=True)]
 
 
-def assert_verified(report, recipe: Recipe) -> None:
-    """All trials are what ``verify`` trains again from what is on record, bit for bit."""
+def assert_verified(report, recipe: Recipe, *, failed: tuple[int, ...] = ()) -> None:
+    """All trials are what ``verify`` trains again from what is on record, bit for bit.
+
+    But for those that were to fail, and did.
+    """
     rows = Snapshot.of(read_outline(report.directory)).trials
+    assert all(rows[trial].state == "FAILED" for trial in failed)
+    rows = [row for row in rows if row.number not in failed]
     verdicts = list(verify_trials(report.directory, rows, recipe=recipe))
     found = [v.first_difference or v.failure or v.skipped for v in verdicts]
     assert found == [""] * len(rows), found

@@ -118,16 +118,16 @@ def tall(hp):
 
 
 def uneven(hp):
-    """The sixth batch is 125 times as large as the others."""
+    """The sixth batch is so large that an array has no room for it, whoever else is there."""
     generator = torch.Generator().manual_seed(0)
-    sizes = [8] * 5 + [1000] + [8] * (STEPS - 6)
+    sizes = [8] * 5 + [1500] + [8] * (STEPS - 6)
     xs = [torch.randn(size, 256, generator=generator) for size in sizes]
     return [(x, (x.sum(1) > 0).long()) for x in xs], None
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
-    ("technique", "memory"), [(None, "16MiB"), (shoal.Spilled(shards=4), "9MiB")]
+    ("technique", "memory"), [(None, "16MiB"), (shoal.Spilled(shards=4), "12MiB")]
 )
 @pytest.mark.parametrize("way", WAYS)
 def test_nor_where_memory_lacks_for_a_batch(way, technique, memory, check):
@@ -135,6 +135,37 @@ def test_nor_where_memory_lacks_for_a_batch(way, technique, memory, check):
     recipe = shoal.Recipe(model=tall, data=uneven, loss=loss)
     rows = check(recipe, way, 5, memory=memory, technique=technique)
     assert all("annot reserve" in row.replans[0].reason for row in rows)
+
+
+def cut_short(hp):
+    """The same; of the first trial the third one cannot be read."""
+    batches, valid = uneven(hp)
+    return ([*batches[:2], "no batch"] if hp["lr"] == 0.03 else batches), valid
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("technique", "memory"), [(None, "16MiB"), (shoal.Spilled(shards=4), "12MiB")]
+)
+def test_who_came_later_goes_on_in_the_array_up_to_its_own_large_batch(
+    technique, memory, tmp_path, warm_workers
+):
+    """The last trial has the slot of the first one when that has failed, two steps behind."""
+    recipe = shoal.Recipe(model=tall, data=cut_short, loss=loss)
+    study = shoal.Study(
+        *("late", recipe),
+        space=shoal.grid(lr=[0.03, 0.01, 0.003, 0.001]),
+        steps=STEPS,
+        checkpoint_every=None,
+        directory=tmp_path,
+    )
+    hardware = shoal.Hardware.virtual(devices=1, memory=memory)
+    options = {"technique": technique, "workers": warm_workers, "progress": False}
+    report = study.run(hardware=hardware, fuse=3, **options)
+    rows = Snapshot.of(read_outline(report.directory)).trials
+    words = [f"slot {n} of 3; for good from step 5 alone" for n in (1, 2, 0)]
+    assert [row.numerics["array"] for row in rows[1:]] == words
+    squads.assert_verified(report, recipe, failed=(0,))
 
 
 def shuffled(hp):

@@ -51,9 +51,11 @@ class CapacityError(ShoalError):
 
     Attributes:
         growth: How many times what was promised a unit took; 1.0 where that is not known.
+        is_anothers: Whether it was a batch of another trial that had no room, in a step of both.
     """
 
     growth = 1.0
+    is_anothers = False
 
 
 class TransitionError(ShoalError):

@@ -76,6 +76,9 @@ class Recovery:
         state, cause = self._floor.states[reply.trial], reply.cause
         if isinstance(cause, StorageError) and state.restore:
             self._read_again(state, reply)
+        elif isinstance(cause, CapacityError) and cause.is_anothers:
+            self._set_back(state, "its array had no room for a batch of another trial")
+            self._begin(state)
         elif state.job.array is not None and _leaves_array(reply):
             step = _last_step_there(state)
             self._set_back(state, "it cannot train in its array")

@@ -158,8 +158,10 @@ class ArrayDesk:
         try:
             array.round()
         except (Exception, SystemExit) as error:  # of none of them: the array's own
-            for seated in array.active:
-                self._fail(seated.trial, error)
+            active = array.active
+            told = array.blame.told(error, [seated.slot for seated in active])
+            for seated in active:
+                self._fail(seated.trial, told[seated.slot])
         finally:
             self._stepping = None
             self._record(None)

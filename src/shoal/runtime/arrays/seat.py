@@ -45,6 +45,7 @@ from shoal.partition.track import AllocationTracker
 from shoal.program.ir import Op
 from shoal.recipe import read_data, tensors_of, to_device
 from shoal.rng import capture_rng, restore_rng
+from shoal.runtime.arrays.blame import Blame
 from shoal.runtime.arrays.onebase import require_untouched
 from shoal.runtime.arrays.spilled import SpilledArray
 from shoal.runtime.binding import is_stored, place_on_host
@@ -100,6 +101,7 @@ class ArraySeat:
     Attributes:
         seated: Who is here, by trial.
         peak_bytes: The most that the array held on the device in a step that was counted.
+        blame: Whose batches the last pass was over, if it failed.
         share_s: Each trial's part of the device's seconds in the last step.
     """
 
@@ -131,6 +133,7 @@ class ArraySeat:
         self._track = False  # count what the next step allocates
         self._largest: dict[str, int] = {}  # bytes of all slots' batches
         self._has_evaluated = False
+        self.blame = Blame()
         self._held = 0  # steps for which an evaluation has been waiting
         self._began = time.perf_counter()
         self.share_s = 0.0
@@ -351,7 +354,8 @@ class ArraySeat:
             self._has_evaluated = False
         lost: dict[int, BaseException] = {}  # whose later batches could not be read
         rows = self._fetch(ready, lost)
-        stepped = self._counted(lambda: array.step(*rows), rows, "training", ready)
+        with self.blame.over(rows[0]):
+            stepped = self._counted(lambda: array.step(*rows), rows, "training", ready)
         now = time.perf_counter()
         self.share_s, self._began = (now - self._began) / len(ready), now
         for seated in ready:
@@ -400,6 +404,7 @@ class ArraySeat:
         try:
             with self._streams(seated):
                 row[seated.slot] = seated.session.fetch(task, index)
+            self.blame.note(seated.slot, row[seated.slot])
         except (Exception, SystemExit) as error:
             lost[seated.slot] = error
 
@@ -414,9 +419,10 @@ class ArraySeat:
             batches[seated.slot] = seated.task.batches[0]
         before = self._members.drawn_until_now(seated.slot for seated in evaluating)
         try:
-            found = self._counted(
-                lambda: array.evaluate(batches), [batches], "evaluation", evaluating
-            )
+            with self.blame.over(batches):
+                found = self._counted(
+                    lambda: array.evaluate(batches), [batches], "evaluation", evaluating
+                )
             self._take_metrics(evaluating, found)
         except CapacityError:
             raise
