@@ -12,6 +12,7 @@ from shoal.core.errors import TrialError
 from shoal.fusion import Array, Declined, LoopBackend, StackedBackend
 from shoal.fusion.array import LARGE
 from shoal.fusion.member import in_streams
+from shoal.partition.track import AllocationTracker
 from shoal.recipe import build_model
 from shoal.testing import compare, evaluate, plain_loop, same_bits
 
@@ -114,6 +115,24 @@ def test_a_slot_that_retires_leaves_its_neighbours_bitwise_equal_and_is_whole(na
     assert array.occupied == (0, 2)
     assert_as_alone(member.state(), member.recipe, member.hp, 1, 2)
     member.module.load_state_dict(copy.deepcopy(member.module.state_dict()), strict=True)
+
+
+def test_a_slot_that_is_not_wanted_whole_leaves_its_neighbours_bitwise_equal(backend):
+    full, made = make("cnn", backend=backend)
+    run(full, made)
+    array, made = make("cnn", backend=backend)
+    run(array, made, 2)
+
+    with AllocationTracker() as tracker:
+        member = array.retire(1, whole=False)
+    run(array, made, STEPS - 2)
+
+    largest = max(block.nbytes for block in array._crew.stacked.parameters.values()) // 3
+    assert tracker.peak_bytes < largest
+    assert not any(tensor.nbytes for tensor in member.module.state_dict().values())
+
+    for slot in (0, 2):
+        assert_same_bits(bits(array, slot), bits(full, slot))
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -522,10 +522,11 @@ class Array:
         member.rng = current_rng(self._crew, slot)
         return copy.deepcopy(member.state())
 
-    def retire(self, slot: int) -> Member:
+    def retire(self, slot: int, *, whole: bool = True) -> Member:
         """Take a trial out, whole and alone; its slot runs on empty, others keep their bits.
 
-        It is in the modes in which it trains, also where others are being evaluated.
+        It is in the modes in which it trains, also where others are being evaluated. Of one that
+        is not wanted ``whole`` nothing is copied: it may have failed as there was no memory.
         """
         member = self.member(slot)
         member.rng = current_rng(self._crew, slot)
@@ -533,8 +534,11 @@ class Array:
         self._crew.members = [
             shell(m) if at == slot else m for at, m in enumerate(self._crew.members)
         ]
-        self._crew.stacked.let_go(member.module)
-        self._finisher.let_go(member)
+        if whole:
+            self._crew.stacked.let_go(member.module)
+        else:
+            self._crew.stacked.drop(member.module)
+        self._finisher.let_go(member, whole=whole)
         self._occupied[slot] = False
         self._failed.discard(slot)
         self._like.pop(slot, None)

@@ -135,9 +135,9 @@ class Finisher:
         blocks = [b.grad for b in self._crew.stacked.parameters.values() if b.grad is not None]
         clip_stacked(blocks, limits)
 
-    def let_go(self, member: Member) -> None:
-        """The member's optimizer state stands on its own again."""
-        self._fused.let_go(member.optimizer)
+    def let_go(self, member: Member, *, whole: bool = True) -> None:
+        """The member's optimizer state stands on its own again, if it is wanted ``whole``."""
+        self._fused.let_go(member.optimizer, whole=whole)
 
 
 def advance_schedule(crew: Crew, slot: int, *, may_freeze: bool) -> None:

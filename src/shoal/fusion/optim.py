@@ -122,9 +122,9 @@ class FusedSteps:
             self._lists[id(optimizer)] = found
         return found[1]
 
-    def let_go(self, optimizer: torch.optim.Optimizer) -> None:
-        """Its state stands on its own again, with the same bits."""
-        if self._lists.pop(id(optimizer), None) is not None:
+    def let_go(self, optimizer: torch.optim.Optimizer, *, whole: bool = True) -> None:
+        """Its state stands on its own again, with the same bits, if it is wanted ``whole``."""
+        if self._lists.pop(id(optimizer), None) is not None and whole:
             for entry in optimizer.state.values():
                 entry["step"] = entry["step"].clone()
 

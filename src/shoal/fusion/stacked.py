@@ -149,6 +149,16 @@ class Stacked:
                 parameter.grad = None
         self._let_go_of_buffers(module)
 
+    def drop(self, module: nn.Module) -> None:
+        """Have a module that nobody goes on with hold no memory here; nothing is copied."""
+        for parameter in module.parameters():
+            parameter.grad = None
+            parameter.data = parameter.data.new_empty(0)
+        self._drop_buffers(module)
+
+    def _drop_buffers(self, module: nn.Module) -> None:
+        swap_buffers(module, {id(b): b.new_empty(0) for b in module.buffers()})
+
     def _let_go_of_buffers(self, module: nn.Module) -> None:
         swap_buffers(module, {id(b): b.detach().clone() for b in module.buffers()})
 

@@ -43,6 +43,10 @@ class Unplaced(Stacked):
         """Give a module buffers of its own again, with the same bits."""
         self._let_go_of_buffers(module)
 
+    def drop(self, module: nn.Module) -> None:
+        """Have a module that nobody goes on with hold no buffers; nothing is copied."""
+        self._drop_buffers(module)
+
     def place(self, name: str, tensor: Tensor) -> None:
         """Have the rows of a parameter be ``tensor`` [N, ...], which is somebody else's.
 

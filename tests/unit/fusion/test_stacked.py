@@ -73,3 +73,13 @@ def test_what_was_let_go_shares_no_memory(modules):
 
     assert modules[0].one.weight.any()
     assert not modules[1].one.weight.any()
+
+
+def test_what_is_dropped_holds_no_memory_and_its_row_stays(modules):
+    stacked, before = Stacked(modules), modules[1].one.weight.detach().clone()
+
+    stacked.drop(modules[1])
+
+    held = [*modules[1].parameters(), *modules[1].buffers()]
+    assert sum(tensor.untyped_storage().nbytes() for tensor in held) == 0
+    assert same_bits(stacked.parameters["one.weight"][1], before)

@@ -122,3 +122,15 @@ def test_a_step_that_has_no_room_says_what_it_took_and_what_was_planned():
     seat = Outgrown([0, 0], every=1, valid=1)
     with pytest.raises(CapacityError, match=words):
         seat._counted(lambda: None, [[torch.ones(3)] * 2], "training", list(seat.seated.values()))
+
+
+def test_of_a_trial_that_is_dismissed_nothing_is_copied():
+    """It may have failed as there was no memory, which its error holds still."""
+    seat, asked = Seat([0, 0], every=1, valid=1), []
+    for seated in seat.seated.values():
+        seated.is_out = False
+        seated.session.leave, seated.session.region = list, SimpleNamespace(rest=list)
+    seat._array = SimpleNamespace(retire=lambda slot, whole: asked.append((slot, whole)))
+    seat.dismiss(1)
+    assert asked == [(1, False)]
+    assert list(seat.seated) == [0]

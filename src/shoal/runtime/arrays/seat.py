@@ -246,10 +246,8 @@ class ArraySeat:
 
     def _retire(self, seated: Seated, *, whole: bool = True) -> Member:
         seated.is_out = True
-        if isinstance(self._array, SpilledArray):
-            return self._array.retire(seated.slot, whole=whole)
         assert self._array is not None
-        return self._array.retire(seated.slot)
+        return self._array.retire(seated.slot, whole=whole)
 
     def take(self, seated: Seated) -> checkpoint.Content:
         """The state of a trial that trains on, at a step boundary."""

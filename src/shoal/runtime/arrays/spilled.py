@@ -247,7 +247,7 @@ class SpilledArray:
         """Take a trial out; its home has all of it then, unless it is not wanted ``whole``."""
         self._bring_home()
         array, stacked = self.array, self._session
-        member = array.retire(slot)
+        member = array.retire(slot, whole=whole)
         session = stacked.trials[slot]
         try:
             if whole:
