@@ -240,6 +240,7 @@ def plan_of(recipe, directory, technique):
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 @pytest.mark.usefixtures("one_thread")  # torch's code is made for so many
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch's compiler needs one for C++")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

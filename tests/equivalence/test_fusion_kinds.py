@@ -26,6 +26,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 NAMES = list(fusing.MODELS)
 GRAPHLESS = ("cnn", "discriminator", "bert")
 """They make a Python value of a tensor, or have a slope that differs."""
+COMPILES_LONG = [pytest.mark.full, pytest.mark.timeout(900)]
 compiles = pytest.mark.skipif(not compiler(), reason="there is no C++ compiler")
 STEPS = 6
 
@@ -291,7 +292,7 @@ def test_compiled_slots_have_their_own_bits_whoever_is_beside_them(name, precisi
 
 @compiles
 @pytest.mark.parametrize(
-    "name", [*(pytest.param(n, marks=pytest.mark.full) for n in ("language", "lstm")), "generator"]
+    "name", [*(pytest.param(n, marks=COMPILES_LONG) for n in ("language", "lstm")), "generator"]
 )
 def test_compiled_code_comes_to_what_the_eager_pass_comes_to(name):
     """In float64, where rounding is no excuse."""

@@ -43,13 +43,16 @@ def loss(output, batch):
     return nn.functional.cross_entropy(output, batch[1])
 
 
+LONG = [pytest.mark.full, pytest.mark.timeout(900)]
+
+
 @pytest.mark.full
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("place", "times", "blocks", "precision"),
     [
-        pytest.param("device", 48, BLOCKS, "fp32", marks=pytest.mark.full),
-        pytest.param("device", 48, BLOCKS, "bf16", marks=pytest.mark.full),
+        pytest.param("device", 48, BLOCKS, "fp32", marks=LONG),
+        pytest.param("device", 48, BLOCKS, "bf16", marks=LONG),
         ("host", 64, BLOCKS, "fp32"),
         pytest.param("host", 64, BLOCKS, "bf16", marks=pytest.mark.full),
         ("host", 12, BLOCKS // 5, "bf16"),
