@@ -45,6 +45,9 @@ from shoal.rng import RngState
 LARGE = 8
 """Batches of so many times a training batch's elements are evaluated slot by slot on a CPU."""
 
+MOST_PARTED = 8
+"""Passes of slots that answer otherwise, beyond one for each pass that was planned."""
+
 
 class Stepped(NamedTuple):
     """One step of all slots: mean losses, NaN where a slot waited, and errors by slot."""
@@ -129,6 +132,7 @@ class Array:
         self._names_held = names_held(members[0])
         for member in members:
             self.backend.require(member)
+        self._parted_lately = Counter[bool]()  # passes, by whether gradients are made
         self._any_layout = any_layout and self.backend.stacks_gradients and self._own is None
         if self._any_layout:
             self._require_any(members[0])
@@ -358,6 +362,7 @@ class Array:
         So whoever answers otherwise is nothing to a slot's bits. ``adds``: some other pass of the
         step left gradients that are not all slots', or will.
         """
+        self._parted_lately[True] = max(0, self._parted_lately[True] - 1)
         scale, todo = 1 / self._crew.members[0].recipe.accumulate, [taking]
         while todo:
             mine = todo.pop(0)
@@ -369,13 +374,24 @@ class Array:
                     raise
                 if not adds:
                     gathered.take(tally.together)
-                todo[:0], adds = self._parted(error), True
+                todo[:0], adds = self._parted(error, trains=True), True
             else:
                 tally.add(mine, trained, is_alone=False)
 
-    def _parted(self, error: Disagreement) -> list[list[bool]]:
-        """Who takes part in a pass of those that answer alike, for each answer."""
-        return [[slot in some for slot in range(self.width)] for some in answers_of(error)]
+    def _parted(self, error: Disagreement, *, trains: bool) -> list[list[bool]]:
+        """Who takes part in a pass of those that answer alike, for each answer.
+
+        Raises:
+            Declined: they do so in nearly every step: one after the other they would be quicker.
+        """
+        answers = answers_of(error)
+        self._parted_lately[trains] += len(answers) - 1
+        if self._parted_lately[trains] > MOST_PARTED:
+            raise Declined(
+                "its slots go other ways nearly every time, and each is a pass of its own: "
+                f"{error}"
+            ) from error
+        return [[slot in some for slot in range(self.width)] for some in answers]
 
     def _train_by_layout(
         self, batches: Sequence[Any], active: Sequence[bool], tally: _Tally, gathered: Gathered
@@ -445,6 +461,7 @@ class Array:
         What is drawn stays drawn, for the caller to undo (``evaluating``) after the last batch.
         """
         self.fill_empty_slots()
+        self._parted_lately[False] = max(0, self._parted_lately[False] - 1)
         active = self._taking_part(batches, {})
         moved = self._moved(batches, active)
         results: list[dict[str, float] | None] = [None] * self.width
@@ -465,7 +482,7 @@ class Array:
             except Disagreement as error:
                 if not answers_of(error):
                     raise
-                todo += self._parted(error)
+                todo += self._parted(error, trains=False)
                 continue
             for slot in taking_part(taking):
                 recipe = self._crew.members[slot].recipe
