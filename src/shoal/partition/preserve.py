@@ -35,7 +35,7 @@ def preserved(
 def _rest_preserved(model: nn.Module, device: torch.device) -> Iterator[None]:
     rng = capture_rng(device)
     buffers = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
-    grads = [(parameter, parameter.grad) for parameter in model.parameters()]
+    parameters = [(p, p.data, p.grad) for p in model.parameters()]
     drop_gradients(model)
     # Graphs that saw a buffer before see the same bits afterwards: to them it was never written.
     counted = tuple(b for b, _ in buffers.values() if not b.is_inference())
@@ -46,9 +46,20 @@ def _rest_preserved(model: nn.Module, device: torch.device) -> Iterator[None]:
             finally:
                 _put_back(model, buffers)
     finally:
-        for parameter, grad in grads:
+        for parameter, data, grad in parameters:
+            parameter.grad = None
+            if has_other(parameter, data):
+                parameter.data = data
             parameter.grad = grad
         restore_rng(rng, device)
+
+
+def has_other(parameter: Tensor, data: Tensor) -> bool:
+    """Whether its values are others than ``data``, in whose place it was given memory.
+
+    In other memory it may have the same ones, as weights of an LSTM that lie in a row for cuDNN.
+    """
+    return parameter.data_ptr() != data.data_ptr() and not same_values(parameter.data, data)
 
 
 def _put_back(model: nn.Module, buffers: Mapping[str, tuple[Tensor, Tensor]]) -> None:

@@ -25,7 +25,7 @@ from shoal.partition.callsheet import (
 from shoal.partition.discover import CalledApart, Candidate, NotCuttable, ancestors_of
 from shoal.partition.glue import Block, ReplacedCalls, own_call
 from shoal.partition.handed import Keepers, KeeperSearch, returned_of, run_noting
-from shoal.partition.preserve import BufferWatch
+from shoal.partition.preserve import BufferWatch, has_other
 from shoal.partition.sections import Sections
 from shoal.partition.taint import BlockOutput, Computed, Source, Sources, Taint
 from shoal.partition.template import Shape, Template, flatten, output_template
@@ -123,7 +123,7 @@ class Spy:
         self._early: dict[Wire, int] = {}  # computed from blocks, by a module before a position
         self._outer_buffers = BufferWatch(model, without=candidate.blocks.values())
         self._buffers = BufferWatch(model)
-        self._versions = {name: p._version for name, p in model.named_parameters()}
+        self._weights = {name: (p.data, p._version) for name, p in model.named_parameters()}
         self._counts: Counter[str] = Counter()
         self._own_counts: Counter[str] = Counter()
         self._uses: dict[OwnCall, set[int]] = {}
@@ -454,6 +454,25 @@ class Spy:
         }
         self.seen.found = sorted({*self.seen.found, *late})
 
+    def _find_written(self) -> None:
+        """Parameters that blocks have written to.
+
+        Raises:
+            NotCuttable: the forward has, or they have other ones now.
+        """
+        after = "do that after the optimizer's step, in a class or a hook of the optimizer's"
+        pairs = [(n, p, *self._weights[n]) for n, p in self._model.named_parameters()]
+        changed = {name for name, p, _, version in pairs if p._version != version}
+        self.seen.written = frozenset(changed | self._writes.names)
+        if self._writes.foreign:
+            names = ", ".join(sorted(self._writes.foreign))
+            raise NotCuttable(
+                f"the forward writes to weights outside of the block they are in: {names}; {after}"
+            )
+        if other := [name for name, p, data, _ in pairs if has_other(p, data)]:
+            names = ", ".join(sorted(other))
+            raise NotCuttable(f"the forward gives weights other values by .data: {names}; {after}")
+
     def _end(self) -> None:
         if self._search and any(gap.read & self._aliases for gap in self.seen.gaps):
             self.seen.keepers = self._search.keepers
@@ -464,14 +483,7 @@ class Spy:
         if entered := {b for b in self.seen.skipped if any(n.startswith(f"{b}.") for n in inner)}:
             how = "runs what is in block {} without calling it (block.forward(x) is no call)"
             raise CalledApart(entered, how)
-        now = {name: p._version for name, p in self._model.named_parameters()}
-        changed = {name for name in now if now[name] != self._versions[name]}
-        self.seen.written = frozenset(changed | self._writes.names)
-        if self._writes.foreign:
-            names = ", ".join(sorted(self._writes.foreign))
-            raise NotCuttable(
-                f"the forward writes to weights outside of the block they are in: {names}"
-            )
+        self._find_written()
         self.seen.buffers = frozenset(self._buffers.changed())
         if self._buffers.added():
             names = ", ".join(sorted(self._buffers.added()))

@@ -352,6 +352,17 @@ class Averaged(Taught):
         return super().body(x)
 
 
+class Replacing(Taught):
+    """The same, and the loss of a step tells nothing of it: its average is for evaluation."""
+
+    def body(self, x):
+        for mean, new in zip(self.teacher, self.blocks, strict=False):
+            mean.weight.data = 0.9 * mean.weight.data + 0.1 * new.weight.data
+        for block in self.blocks:
+            x = block(x)
+        return x if self.training else super().body(x)
+
+
 class Forwarded(Blocks):
     def body(self, x):
         for block in self.blocks:
@@ -362,6 +373,7 @@ class Forwarded(Blocks):
 REFUSALS = {
     Forwarded: r"calls 0 of the 4 listed blocks; .* block.forward\(x\) is none",
     Averaged: r"writes to weights outside of the block they are in: teacher.0.weight",
+    Replacing: r"gives weights other values by .data: teacher.0.weight, .*; do that after the opt",
     Looking: r"reads a value of the output of block 'blocks.\d' between blocks, at .*py:\d+, and",
     Logging: r"block 'blocks.0' changes its argument",
     Remembering: r"argument 'diary' of block 'blocks.0' is a Diary, which a block may change",
