@@ -243,6 +243,16 @@ def test_no_code_is_told_how_images_lie(what, dtype):
     assert found <= (1e-12 if dtype == torch.float64 else 1e-2)
 
 
+def test_noise_is_that_alone_where_slots_are_beside_channels():
+    """Behind a wide convolution: images lie as alone, and a slot's are in pieces."""
+
+    def noisy(x, w):
+        y = F.conv2d(x, w, padding=1)
+        return y + torch.empty_like(y).normal_()
+
+    assert worst(lambda s: Fn(noisy, 40, 36, 3, 3), (2, 36, 5, 5))[0] <= 1e-12
+
+
 @pytest.mark.parametrize(
     "counting",
     [

@@ -31,6 +31,16 @@ def as_alone(x_N: Tensor) -> Tensor:
     return x_N.permute(0, *order).contiguous().permute(0, *(order.index(d) + 1 for d in DIMS))
 
 
+def in_one_piece(x_N: Tensor) -> Tensor:
+    """As ``as_alone``; a copy also where a slot's is in pieces, between others', and alone is not.
+
+    Of what is in one piece ``normal_`` draws other numbers on a CPU.
+    """
+    laid = as_alone(x_N)
+    is_beside = any(laid.movedim(0, at).is_contiguous() for at in range(1, laid.dim()))
+    return laid.contiguous() if is_beside else laid
+
+
 def one_alone(x_N: Tensor) -> Tensor:
     """A tensor of one slot's shape, with strides in the order that it has alone."""
     order = _order(x_N)

@@ -11,7 +11,7 @@ from torch.overrides import resolve_name
 from torch.utils import _pytree as pytree
 
 from shoal.fusion.declined import FROZEN, Declined, Disagreement
-from shoal.fusion.layout import as_alone
+from shoal.fusion.layout import as_alone, in_one_piece
 from shoal.fusion.level import Level, plainly
 from shoal.fusion.outside import AtOnce, Outside
 from shoal.fusion.perslot import PerSlot, values_of
@@ -108,6 +108,8 @@ class Slots:
         leaves, tree = pytree.tree_flatten((args, kwargs or {}))
         opened = [self._opened(x) if isinstance(x, Tensor) else (x, None) for x in leaves]
         self._refuse_shared_target(functions[0], leaves, kwargs or {})
+        if functions[0] is Tensor.normal_:
+            opened[0] = self._opened(leaves[0], in_one_piece)
         results: list[Any] = [None] * self.width
         taking_part = [slot for slot in range(self.width) if self._active[slot]]
         with plainly():
@@ -125,14 +127,16 @@ class Slots:
             results[slot] = pytree.tree_map_only(Tensor, Tensor.detach, some)
         return self._joined(functions[0], results, taking_part)
 
-    def _opened(self, tensor: Tensor) -> tuple[Tensor, int | None]:
+    def _opened(
+        self, tensor: Tensor, lay: Callable[[Tensor], Tensor] = as_alone
+    ) -> tuple[Tensor, int | None]:
         """What is within and its dimension of slots, each slot's as it lies alone."""
         inside, dim = self.level.open(tensor)
-        if dim is None or inside.dim() != 5:
+        if dim is None:
             return inside, dim
         x_N = self.level.stacked(tensor)
         with plainly():
-            laid = as_alone(x_N)
+            laid = lay(x_N)
         return (inside, dim) if laid is x_N else (laid, 0)
 
     def _write_back(self, target: Any, written: Any) -> None:
