@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +13,7 @@ from torch.nn import functional as F
 
 from shoal.core.spec import TrialSpec
 from shoal.core.units import Bytes
+from shoal.fusion import Declined
 from shoal.ownstep import OwnStep
 from shoal.recipe import Recipe
 from shoal.runtime.capture.captures import Captures
@@ -88,3 +93,24 @@ def test_a_step_of_its_own_is_never_captured():
     found = lone(OWN)
     found.capture(Captures(OWN, CPU))
     assert found.units is None
+
+
+def test_of_one_that_could_do_no_step_nothing_is_left():
+    """What stayed was measured beside the trials until Python looked for cycles."""
+    steps = weakref.WeakSet()
+
+    class Fails(torch.optim.SGD):
+        def step(self):
+            steps.add(self)
+            raise ValueError("no step")
+
+    def failing(named, hp):
+        return Fails([p for _, p in named], hp["lr"])
+
+    gc.disable()
+    try:
+        with pytest.raises(Declined, match="ValueError: no step"):
+            lone(dataclasses.replace(USUAL, optimizer=failing))
+        assert len(steps) == 0
+    finally:
+        gc.enable()

@@ -129,8 +129,8 @@ def one_that_can(
         except Exception as error:
             if is_out_of_memory(error):
                 return None
-            failure = error
-    words = f"none of the trials can do a step: {type(failure).__name__}: {failure}"
+            failure = f"{type(error).__name__}: {error}"  # in words, as the error holds its trial
+    words = f"none of the trials can do a step: {failure}"
     if meter.device.type != "cpu" and (name := _left_on_host(members[0].optimizer)):
         words = (
             f"the optimizer {type(members[0].optimizer).__name__} keeps {name!r}, made of weights "
