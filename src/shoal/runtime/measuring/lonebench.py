@@ -17,6 +17,7 @@ from shoal.fusion.loop import lone_pass
 from shoal.kernelstep import step_whole
 from shoal.ownstep import OwnStep, own_evaluation
 from shoal.recipe import evaluate_metrics, tensors_of, to_device
+from shoal.runtime.binding import is_stored
 from shoal.runtime.capture.captured import PROOFS, CapturedUnits
 from shoal.runtime.capture.captures import Captures
 from shoal.runtime.measuring.meter import Meter
@@ -170,4 +171,13 @@ def on_device(members: Sequence[Member], device: torch.device) -> Sequence[Membe
     """Fresh trials, moved there; their optimizers hold the same parameter objects."""
     for member in members:
         member.module.to(device)
+    return states_on_device(members, device)
+
+
+def states_on_device(members: Sequence[Member], device: torch.device) -> Sequence[Member]:
+    """What optimizers have before a first step, moved there: Adagrad's sums. No weights."""
+    for member in members:
+        for state in member.optimizer.state.values():
+            there = {key: v.to(device) for key, v in state.items() if is_stored(v)}
+            state.update(there)
     return members

@@ -57,7 +57,12 @@ from shoal.runtime.capture.cudagraph import REPEATS
 from shoal.runtime.measuring.counting import sparse_gradient_of
 from shoal.runtime.measuring.crowd import LEARNS, TIMED, Crowd
 from shoal.runtime.measuring.firstbatches import FEW_ROWS, first_rows
-from shoal.runtime.measuring.lonebench import LoneTrial, on_device, one_that_can
+from shoal.runtime.measuring.lonebench import (
+    LoneTrial,
+    on_device,
+    one_that_can,
+    states_on_device,
+)
 from shoal.runtime.measuring.meter import HOST, Meter, reserved_bytes
 from shoal.runtime.measuring.readying import (
     by_code,
@@ -293,7 +298,7 @@ class ArrayBench:
         """An array on the device, of trials in host memory that become its rows."""
         where = self._where
         return Array(
-            members,
+            states_on_device(members, where),
             device=where,
             backend=backend,
             any_layout=self._crowd.varies,
