@@ -320,6 +320,7 @@ class Floor:
         self.open.discard(state.job.trial)
         self.forget(state)
         state.close()
+        state.progress = None  # tens of KiB of random states and names
         waiting, self._deferred = self._deferred, []
         self.leave(state)
         self._deferred += waiting
