@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -88,6 +88,7 @@ class Floor:
         self.fits_host: Callable[[Sequence[Job]], bool] = lambda jobs: True
         self._write = sink
         self._happened: list[events.Event] = []
+        self._instructions: deque[leases.Instruction] = deque()  # the first one is under way
         self._deferred: list[TrialRun] = []  # the host has no room for them yet
         self._unanswered: Counter[tuple[Worker, int]] = Counter()  # Stops of a trial
         self._leases = leases.Leases(LongestRemainingFirst(), active=plan.active, lease_s=LEASE_S)
@@ -169,14 +170,29 @@ class Floor:
         return self._leases.handle(leases.DeviceLost(device, steps_left, lanes))
 
     def obey(self, instructions: Sequence[leases.Instruction]) -> None:
-        """Send what the lease machine decided."""
-        for instruction in instructions:
-            if instruction.trial not in self.open:
-                continue
-            if isinstance(instruction, leases.ExtendLease):
-                self._extend(instruction)
-            else:
-                self._grant(instruction)
+        """Send what the lease machine decided.
+
+        What one of these brings about is done after them, not inside of it: hundreds of trials in
+        a row may find no room on the host.
+        """
+        is_under_way = bool(self._instructions)
+        self._instructions.extend(instructions)
+        if is_under_way:
+            return
+        try:
+            while self._instructions:
+                self._obey_one(self._instructions[0])
+                self._instructions.popleft()
+        finally:
+            self._instructions.clear()
+
+    def _obey_one(self, instruction: leases.Instruction) -> None:
+        if instruction.trial not in self.open:
+            return
+        if isinstance(instruction, leases.ExtendLease):
+            self._extend(instruction)
+        else:
+            self._grant(instruction)
 
     def _extend(self, instruction: leases.ExtendLease) -> None:
         state = self.states[instruction.trial]
