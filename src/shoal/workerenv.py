@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ MAPPED_BYTES = 32 * MIB
 """From here on an allocation is a mapping of its own; glibc takes no larger limit."""
 LEAST_BYTES, KEPT_BYTES, KEPT_SHARE = 64 * MIB, 1024 * MIB, 16
 HUGE_PAGES = "glibc.malloc.hugetlb"
+FILES = 2**16
 PR_SET_PDEATHSIG = 1
 LIBC = ctypes.CDLL(None)
 
@@ -43,6 +45,18 @@ def worker_environment(given: Mapping[str, str] = os.environ) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(path or os.getcwd() for path in sys.path)),
         "GLIBC_TUNABLES": tunables,
     }
+
+
+def raise_file_limit() -> None:
+    """Let this process, and those that it starts from now on, have ``FILES`` open at a time.
+
+    Each trial that has begun holds one here, and one at its worker; where trials wait for each
+    other that may be all of a study, and the usual limit is 1,024.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def start_worker(

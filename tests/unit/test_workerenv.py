@@ -2,12 +2,13 @@
 
 import os
 import queue
+import resource
 import signal
 import time
 from pathlib import Path
 
 from shoal.forkserver import ForkServer
-from shoal.runtime.pool import MODULE, Worker
+from shoal.runtime.pool import MODULE, Worker, WorkerPool
 from shoal.workerenv import KEPT_BYTES, LEAST_BYTES, MAPPED_BYTES, worker_environment
 
 
@@ -19,6 +20,16 @@ def test_a_worker_keeps_memory_and_asks_for_huge_pages():
     assert made["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
     assert made["MALLOC_MMAP_THRESHOLD_"] == str(MAPPED_BYTES)
     assert LEAST_BYTES <= int(made["MALLOC_TRIM_THRESHOLD_"]) <= KEPT_BYTES
+
+
+def test_a_study_may_have_more_files_open_than_the_usual_thousand():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        WorkerPool().close()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 1024
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_it_keeps_little_where_little_is_free_or_there_are_many_cores(monkeypatch):

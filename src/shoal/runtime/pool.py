@@ -31,7 +31,7 @@ from shoal.runtime.messages import (
     Settings,
     Shutdown,
 )
-from shoal.workerenv import worker_environment
+from shoal.workerenv import raise_file_limit, worker_environment
 
 if TYPE_CHECKING:  # this module is read before torch is: a worker starts while it loads
     from shoal.kernelchoice import KernelChoice
@@ -174,10 +174,11 @@ class WorkerPool:
     """Warm worker processes: started early, kept between studies, ended with ``close``.
 
     Use as a context manager. ``configure`` gives each device a worker; workers that are
-    not needed stay idle.
+    not needed stay idle. This process may have more files open from then on.
     """
 
     def __init__(self) -> None:
+        raise_file_limit()
         self._starts = ForkServer(MODULE)
         self._inbox: queue.SimpleQueue[tuple[Worker | None, int, Any]] = queue.SimpleQueue()
         self._serial = 0
