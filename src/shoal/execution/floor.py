@@ -19,6 +19,7 @@ plan (a lack of memory, more trials) waits in ``Execution.when_free``.
 
 from __future__ import annotations
 
+import math
 import socket
 import time
 from collections import Counter, deque
@@ -352,11 +353,20 @@ class Floor:
         return bool(self._deferred)
 
     def begin_deferred(self) -> None:
-        """There may be room on the host now for those that wait for it."""
+        """There may be room on the host now: as many begin of those that wait for it as fit."""
         waiting, self._deferred = self._deferred, []
-        for other in waiting:
-            if other.job.trial in self.open:
-                self.begin(other)
+        there = [state.job for state in self.states.values() if state.descriptor is not None]
+        least = math.inf  # bytes for which there is no room any more
+        for state in waiting:
+            job = state.job
+            if job.trial not in self.open:
+                continue
+            if there and (job.host_bytes >= least or not self.fits_host([job, *there])):
+                least = min(least, job.host_bytes)
+                self._deferred.append(state)
+            else:
+                there.append(job)
+                self.begin(state)
 
 
 def _lane(job: Job) -> tuple[str, int] | None:

@@ -58,3 +58,24 @@ def test_hundreds_of_trials_in_a_row_find_no_room_on_the_host():
     (first,) = worker.granted
     assert floor.states[first].descriptor is not None
     floor.states[first].close()
+
+
+def test_where_one_gave_its_room_back_no_more_begin_than_have_room():
+    floor, worker = floor_of(400)
+    asked: list[int] = []
+    floor.fits_host = lambda jobs: asked.append(len(jobs)) or len(jobs) <= 2
+    floor.do(leases.DeviceJoined("cpu:0"))
+    first = floor.states[worker.granted[0]]
+    floor.leave(first)
+    second = floor.states[worker.granted[1]]
+    floor.leave(second)  # both wait for others, and hold what room there is
+    assert sum(map(floor.is_deferred, floor.states.values())) == 398
+    asked.clear()
+    first.close()
+    floor.begin_deferred()
+    third = floor.states[worker.granted[2]]
+    floor.leave(third)
+    assert sum(map(floor.is_deferred, floor.states.values())) == 397
+    assert len(asked) < 10  # and not once for each of those that wait
+    second.close()
+    third.close()
