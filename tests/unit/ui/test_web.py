@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from shoal.core.errors import SpecError
-from shoal.core.event import Event, StudyPlanned
+from shoal.core.event import Event, StudyFinished, StudyPlanned
 from shoal.observe import Database
-from shoal.ui.show import DEVICE_HEADER, leaderboard, read_snapshot
+from shoal.observe.snapshot import Snapshot
+from shoal.ui.show import DEVICE_HEADER, leaderboard, read_snapshot, read_summary
 from shoal.ui.web.reading import POINTS, Studies
 from shoal.ui.web.server import Page, serve
 
@@ -65,6 +66,25 @@ def test_the_page_of_a_study_that_took_anothers_place_is_its_own(
     shutil.rmtree(runs / "sweep")  # where a new directory gets the number of one that is gone
     write(runs, "sweep", study_events(2))
     assert len(studies.study("sweep")["trials"]) == 2
+
+
+def test_a_study_that_nobody_wrote_to_is_not_read_again(
+    runs: Path, study_events: Events, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+
+    def note(place: Path) -> Snapshot:
+        read.append(place.name)
+        return read_summary(place)
+
+    monkeypatch.setattr("shoal.ui.web.reading.read_summary", note)
+    studies = Studies(runs)
+    assert studies.all() == studies.all()
+    assert read == ["sweep"]
+    ended = StudyFinished(time=99.0, finished=3, failed=1, seconds=9.0, stopped="by hand")
+    write(runs, "sweep", [ended])
+    assert [one["state"] for one in studies.all()] == ["stopped"]
+    assert read == ["sweep", "sweep"]
 
 
 def test_a_study_is_told_with_its_trials_devices_curves_and_remarks(page: Page) -> None:

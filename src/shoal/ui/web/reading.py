@@ -46,11 +46,12 @@ class Studies:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._known: dict[str, _Followed] = {}
+        self._summaries: dict[Path, tuple[float, Snapshot]] = {}  # each as of its last change
         self._lock = threading.Lock()
 
     def all(self) -> list[dict[str, Any]]:
         """A record of each, the newest first; of one that cannot be read what is wrong."""
-        return [_summary(place) for place in study_directories(self.directory)]
+        return [self._summary(place) for place in study_directories(self.directory)]
 
     def study(self, name: str) -> dict[str, Any]:
         """One of them with its trials, devices and curves.
@@ -101,6 +102,19 @@ class Studies:
         """
         return draw_gantt(read_study_timeline(self._place(name)))
 
+    def _summary(self, place: Path) -> dict[str, Any]:
+        written = last_written(place)
+        known = {"name": place.name, "written": written}
+        try:
+            as_of, snapshot = self._summaries.get(place, (None, None))
+            if snapshot is None or as_of != written:
+                snapshot = read_summary(place)
+                self._summaries[place] = written, snapshot
+            found = study_record(place, snapshot)
+            return known | found | {"best_value": format_metric(found["best_value"])}
+        except StorageError as error:
+            return known | {"state": "unreadable", "error": str(error)}
+
     def _place(self, name: str) -> Path:
         """Its directory: one of those that are there. A name is never made a path."""
         for place in study_directories(self.directory):
@@ -138,15 +152,6 @@ class _Followed:
             self._folder.add_all(self._reader.poll())
             self._folder.add_all(self._actions.poll())
             return self._folder.snapshot()
-
-
-def _summary(place: Path) -> dict[str, Any]:
-    known = {"name": place.name, "written": last_written(place)}
-    try:
-        found = study_record(place, read_summary(place))
-        return known | found | {"best_value": format_metric(found["best_value"])}
-    except StorageError as error:
-        return known | {"state": "unreadable", "error": str(error)}
 
 
 def _time(snapshot: Snapshot) -> str:
