@@ -36,6 +36,7 @@ from shoal.ui.studies import find_recorded, last_written, study_directories
 from shoal.ui.text import (
     DASH,
     align,
+    fits,
     format_changes,
     format_metric,
     format_steps,
@@ -229,13 +230,12 @@ def leaderboard(snapshot: Snapshot, study: str = "running", *, width: int | None
     from_, how_, state, step, loss, _, took = range(1 + len(names), len(header))
     left = [from_] * (not any(row.inherited for row in rows))
     left += [state] * all(row.state is TrialState.FINISHED for row in rows)
-    text, left_out = align(*without_columns(header, table, left)), []
-    titles = header
-    if width is not None and max(map(len, text.splitlines())) > width:
+    text, titles, left_out = align(*without_columns(header, table, left)), header, []
+    if not fits(text, width):
         titles = short_titles(header, table)
         text = align(*without_columns(titles, table, left))
     for place in (took, how_, step, loss, from_, *range(len(names), 0, -1)):
-        if width is None or max(map(len, text.splitlines())) <= width:
+        if fits(text, width):
             break
         if place not in left:
             left.append(place)
@@ -304,7 +304,7 @@ def _within(
     """A table without the columns ``left``, nor as many of ``names`` as have no room."""
     text = align(*without_columns(header, table, left))
     for name in names:
-        if width is None or max(map(len, text.splitlines())) <= width:
+        if fits(text, width):
             break
         left = [*left, header.index(name)]
         text = align(*without_columns(header, table, left))

@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 import textwrap
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
@@ -67,17 +68,31 @@ def align(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: str = "
     Numbers are set right, words left: a column is a number's when all its cells are,
     dashes aside. ``left`` is put before each line.
     """
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    widths = [max(map(columns, column)) for column in zip(header, *rows, strict=True)]
     numeric = [all(map(_is_number, column)) for column in zip(*rows, strict=True)]
     numeric = numeric or [False] * len(header)
     lines = []
     for row in [header, *rows]:
         cells = (
-            cell.rjust(width) if right else cell.ljust(width)
+            cell.rjust(len(cell) + more) if right else cell.ljust(len(cell) + more)
             for cell, width, right in zip(row, widths, numeric, strict=True)
+            for more in [width - columns(cell)]
         )
         lines.append((left + "  ".join(cells)).rstrip())
     return "\n".join(lines)
+
+
+def columns(text: str) -> int:
+    """How many a terminal shows it in: two for a Chinese character, none for a letter's mark."""
+    if text.isascii():
+        return len(text)
+    wide = sum(unicodedata.east_asian_width(letter) in "WF" for letter in text)
+    return len(text) + wide - sum(map(bool, map(unicodedata.combining, text)))
+
+
+def fits(text: str, width: int | None) -> bool:
+    """Whether no line of it is wider than a terminal is; None is none."""
+    return width is None or max(map(columns, text.splitlines())) <= width
 
 
 def plain_reason(reason: str) -> str:

@@ -17,6 +17,14 @@ def test_numbers_are_set_right_and_words_left() -> None:
     ]
 
 
+def test_columns_stand_below_each_other_where_letters_are_wide_or_marks_have_no_width() -> None:
+    assert align(["学習率", "mark"], [["x", "e\u0301"], ["yy", "a"]]).splitlines() == [
+        "学習率  mark",
+        "x       e\u0301",
+        "yy      a",
+    ]
+
+
 def test_a_table_without_rows_is_its_header() -> None:
     assert align(["a", "word"], []) == "a  word"
 
