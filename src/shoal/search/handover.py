@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sqlite3
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -61,9 +62,19 @@ def write_optuna(
     draft.unlink(missing_ok=True)
     try:
         _fill(optuna, draft, name, mode, metric, _wide_enough(space, trials), trials)
+        with open(draft, "rb") as file:
+            os.fsync(file.fileno())
         os.replace(draft, path)
     finally:
         draft.unlink(missing_ok=True)
+
+
+class _Draft(sqlite3.Connection):
+    """To a file that nobody reads before it is whole: no trial's commit waits for the disk."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.execute("PRAGMA synchronous = OFF")
 
 
 def _fill(
@@ -75,7 +86,8 @@ def _fill(
     space: Mapping[str, Distribution],
     trials: Sequence[HandedOver],
 ) -> None:
-    storage = optuna.storages.RDBStorage(f"sqlite:///{path}")
+    how = {"connect_args": {"factory": _Draft}}
+    storage = optuna.storages.RDBStorage(f"sqlite:///{path}", engine_kwargs=how)
     try:
         with quiet(optuna):
             direction = {"min": "minimize", "max": "maximize"}[mode]

@@ -111,6 +111,21 @@ def test_what_is_exported_has_to_be_clear():
             check_target(*words)
 
 
+def test_no_trial_of_a_file_that_nobody_reads_yet_waits_for_the_disk(tmp_path, monkeypatch):
+    waits: list[int] = []
+
+    class Storage(optuna.storages.RDBStorage):
+        def create_new_study(self, *given, **named):
+            with self.engine.connect() as connection:
+                waits.append(connection.exec_driver_sql("PRAGMA synchronous").scalar())
+            return super().create_new_study(*given, **named)
+
+    monkeypatch.setattr(optuna.storages, "RDBStorage", Storage)
+    space = check_space({"lr": log_uniform(1e-3, 1e-1)})
+    write_optuna(tmp_path / "o.db", "s", mode="min", metric="loss", space=space, trials=[])
+    assert waits == [0]
+
+
 def test_a_clone_outside_the_space_and_values_that_are_no_numbers_are_handed_over(tmp_path):
     space = check_space({"lr": log_uniform(1e-3, 1e-1), "kind": choice("a", "b")})
     spec = TrialSpec(number=0, hp={"lr": 1.0, "kind": "c"}, seed=0)
