@@ -25,7 +25,7 @@ def find_turn(roster: Roster, policy: LeasePolicy) -> Turn | None:
     A trial that has called its devices goes before all others, and a gang that may call them
     takes part as soon as one has room.
     """
-    free = {trial.trial: roster.free(trial) for trial in roster.waiting.values()}
+    free = roster.free_of_waiting()
     call = roster.call
     if call and len(free[call.trial.trial]) >= call.trial.gang:
         return Turn(call.trial, choose_devices(roster, call.trial), True)

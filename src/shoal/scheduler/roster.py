@@ -103,6 +103,19 @@ class Roster:
         """The devices that have room for the trial."""
         return {name for name in self.devices if self.has_room(trial, name)}
 
+    def free_of_waiting(self) -> dict[int, set[str]]:
+        """``free`` of each waiting trial, by number: without an array and a call all have one."""
+        free: dict[int, set[str]] = {}
+        of_most: set[str] | None = None
+        for number, trial in self.waiting.items():
+            if trial.lane is not None or (self.call and self.call.trial is trial):
+                free[number] = self.free(trial)
+                continue
+            if of_most is None:
+                of_most = self.free(trial)
+            free[number] = of_most
+        return free
+
     def has_room(self, trial: TrialStanding, device: str) -> bool:
         """Whether there is a place for it beside the others there, or its slot in their array."""
         others = [other for other in self.devices[device] if other is not trial]

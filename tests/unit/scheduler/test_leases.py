@@ -15,6 +15,7 @@ from shoal.scheduler.leases import (
     TrialEnded,
 )
 from shoal.scheduler.policy import Fifo, LongestRemainingFirst, Random
+from shoal.scheduler.roster import Roster
 
 
 def study(devices=1, active=1, lease_s=4.0, policy=None):
@@ -47,6 +48,22 @@ def test_a_device_that_joins_takes_what_waits():
     assert leases.handle(TrialAdded(7, 100, 1.0)) == []
     assert leases.waiting == (7,)
     assert leases.handle(DeviceJoined("cuda:0")) == [GrantLease(7, "cuda:0", 4)]
+
+
+def test_of_many_trials_that_wait_alike_one_looks_for_room(monkeypatch):
+    leases, asked, has_room = study(devices=2), [], Roster.has_room
+
+    def ask(self, trial, device):
+        asked.append(device)
+        return has_room(self, trial, device)
+
+    monkeypatch.setattr(Roster, "has_room", ask)
+    for trial in range(500):
+        leases.handle(TrialAdded(trial, 100, 1.0))
+    asked.clear()
+    (granted,) = leases.handle(TrialEnded(0))
+    assert granted.device == "d0"
+    assert len(asked) < 20
 
 
 def test_a_lease_is_never_longer_than_the_trial():
