@@ -187,6 +187,11 @@ class Folder:
             _folder=self.copy(),
         )
 
+    def trial(self, number: int) -> TrialRow:
+        """The row of a trial as of now, without looking at the others."""
+        trial = self._trials.get(number)
+        return TrialRow(number=number) if trial is None else trial.row()
+
     def copy(self) -> Folder:
         """A folder that goes its own way from here."""
         other = copy.copy(self)

@@ -142,9 +142,8 @@ class PlainLines:
         """The end of a trial with the seconds of all runs; it knows of its own."""
         if not isinstance(event, TrialFinished):
             return event
-        rows = self._folder.snapshot().trials
-        row = next((row for row in rows if row.number == event.trial), None)
-        return replace(event, seconds=max(event.seconds, row.seconds)) if row else event
+        seconds = self._folder.trial(event.trial).seconds
+        return replace(event, seconds=max(event.seconds, seconds))
 
     def _in_all(self) -> list[str]:
         """What all runs of a study came to, where there were several."""
@@ -161,8 +160,7 @@ class PlainLines:
 
     def _loss_of(self, trial: int) -> str:
         """What there is to say of a trial that nothing was evaluated of."""
-        rows = self._folder.snapshot().trials
-        loss = next((row.loss for row in rows if row.number == trial), None)
+        loss = self._folder.trial(trial).loss
         return NO_METRICS if loss is None else f": loss {format_metric(loss)}"
 
     def _why_again(self, event: Event) -> str:

@@ -28,6 +28,7 @@ from shoal.core.event import (
     StudyPlanned,
     StudyStarted,
     TrialExploited,
+    TrialFinished,
     TrialPruned,
     TrialStopped,
     WorkerDied,
@@ -240,6 +241,21 @@ def test_lines_report_evaluations_ends_and_progress(study_events: Events) -> Non
     assert "3 trials finished, 1 failed" in text
     assert text.count("sweep: step ") == 1  # 6.3 seconds of events
     assert "ETA" in text
+
+
+def test_the_line_of_a_trial_that_ended_looks_at_no_other(
+    study_events: Events, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Folder] = []
+    stream = io.StringIO()
+    screen = PlainLines(stream)
+    screen.look_back(Snapshot.of(study_events(8, upto=50)))
+    monkeypatch.setattr(Folder, "snapshot", drawn.append)
+    ended = TrialFinished(time=9.0, trial=3, step=20, metrics={}, checkpoint="", seconds=1.0)
+    for metrics in ({"valid_loss": 1.0}, {}):
+        screen(replace(ended, metrics=metrics))
+    assert stream.getvalue().count("trial 3 finished after 20 steps and 8.0 s: ") == 2
+    assert not drawn
 
 
 def test_of_many_evaluations_a_log_has_some_and_the_count_of_the_others() -> None:
