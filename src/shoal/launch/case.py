@@ -191,7 +191,7 @@ def _read(place: StudyDirectory) -> tuple[Snapshot, dict[int, float]]:
         folder.add(event)
         if isinstance(event, events.StepFinished):
             worked_s[event.trial] += event.seconds
-    return folder.snapshot(), dict(worked_s)
+    return folder.last_snapshot(), dict(worked_s)
 
 
 def _merge(study: Asked, request: Request, place: StudyDirectory, before: Snapshot) -> Merged:

@@ -104,10 +104,11 @@ class Snapshot:
     @staticmethod
     def of(events: Iterable[Event]) -> Snapshot:
         """The state after all of ``events``."""
-        return Folder().add_all(events).snapshot()
+        return Folder().add_all(events).last_snapshot()
 
     def folder(self) -> Folder:
-        """What folds further events onto this state, which stays as it is."""
+        """What folds further events onto this state, a ``last_snapshot``, which stays as it is."""
+        assert self._folder or not self.trials, "nothing goes on from what a screen draws"
         return self._folder.copy() if self._folder is not None else Folder()
 
     def count(self, state: TrialState) -> int:
@@ -184,8 +185,11 @@ class Folder:
             devices=devices,
             seconds=self._seconds,
             eta_seconds=_eta(self._head, trials, devices),
-            _folder=self.copy(),
         )
+
+    def last_snapshot(self) -> Snapshot:
+        """The same where nothing more is folded here: others may go on from what it has."""
+        return replace(self.snapshot(), _folder=self)
 
     def trial(self, number: int) -> TrialRow:
         """The row of a trial as of now, without looking at the others."""

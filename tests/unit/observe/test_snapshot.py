@@ -25,7 +25,7 @@ from shoal.observe.snapshot import Folder, Snapshot
 
 
 def fold(snapshot, *events):
-    return snapshot.folder().add_all(events).snapshot()
+    return snapshot.folder().add_all(events).last_snapshot()
 
 
 def finished(tell, trial, step, **metrics):

@@ -34,6 +34,7 @@ from shoal.core.event import (
     WorkerDied,
     WorkerStalled,
 )
+from shoal.observe.machines import TrialFold
 from shoal.observe.snapshot import Folder, Snapshot
 from shoal.ui.dashboard import LiveTable, choose_rows, make_screen, render
 from shoal.ui.lines import PLAIN_EVALUATIONS, PlainLines, describe
@@ -273,6 +274,17 @@ def test_of_many_evaluations_a_log_has_some_and_the_count_of_the_others() -> Non
     lines = stream.getvalue().splitlines()
     assert len([line for line in lines if "valid_loss" in line]) <= 2 * PLAIN_EVALUATIONS
     assert lines[PLAIN_EVALUATIONS].endswith("more evaluations")
+
+
+def test_a_table_that_is_drawn_again_copies_no_trials(
+    study_events: Events, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: list[TrialFold] = []
+    screen = LiveTable(Console(width=120, height=24, file=io.StringIO(), force_terminal=True))
+    monkeypatch.setattr(TrialFold, "copy", copied.append)
+    screen.catch_up(study_events(4, upto=50))
+    screen.catch_up(study_events(4))
+    assert not copied
 
 
 @pytest.mark.parametrize("screen_of", [LiveTable, PlainLines])
