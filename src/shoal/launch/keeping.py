@@ -35,7 +35,7 @@ class Keeper:
         self._keep, self._kept_best = keep, aim if keep_best else None
         self._directory, self._only_weights, self._best = directory, only_weights, best
         self._aim = aim
-        self._ranks: dict[int, float] = {}
+        self._ranks: dict[int, float] = {}  # of the best
 
     def see(self, event: Event) -> None:
         """Note the trials that end; that they did is on record."""
@@ -50,8 +50,11 @@ class Keeper:
         """A trial has finished, and that is on record."""
         self._ranks[number] = self._aim.rank(metrics)
         self._let_go(number)
+        if self._best is None:
+            return
         ranked = sorted(self._ranks, key=lambda n: (self._ranks[n], n))
-        for worse in ranked[self._best :] if self._best is not None else ():
+        for worse in ranked[self._best :]:
+            del self._ranks[worse]  # whoever comes, it is none of the best again
             self._remove(self._place(worse).all())
 
     def pruned(self, number: int) -> None:

@@ -10,6 +10,7 @@ from generating import generate, steps
 from shoal.core.aim import Aim
 from shoal.core.event import TrialFailed, TrialFinished, TrialPruned
 from shoal.launch.keeping import Keeper
+from shoal.storage.generations import Generations
 
 
 def keeper(study, *, keep=2, only_weights=False, best=None, mode="min") -> Keeper:
@@ -82,6 +83,20 @@ def test_the_best_are_the_same_in_whatever_order_they_finish(tmp_path):
         study = tmp_path / str(place)
         study.mkdir()
         assert finish(keeper(study, best=2), {n: values[n] for n in order}, study) == {1, 3}
+
+
+def test_a_trial_that_is_none_of_the_best_is_looked_at_once(tmp_path, monkeypatch):
+    looked, real = [], Generations.all
+
+    def look(self):
+        looked.append(self.directory.name)
+        return real(self)
+
+    monkeypatch.setattr(Generations, "all", look)
+    place = keeper(tmp_path, best=2)
+    for trial in range(40):
+        place.finished(trial, {"valid_loss": float(trial)})
+    assert len(looked) <= 2 * 40
 
 
 def test_only_weights_keeps_the_last_generation(tmp_path):
