@@ -259,7 +259,8 @@ class Recovery:
                 self._on_probation.add(name)
         self._let_join()
         leased: dict[str, bool] = {}
-        for state in floor.states.values():
+        for trial in floor.open:
+            state = floor.states[trial]
             for name in () if state.is_parked else state.devices:
                 leased[name] = leased.get(name, False) or state.is_new_there
         leased |= dict.fromkeys(self._on_probation, True)  # a start may hang as well
