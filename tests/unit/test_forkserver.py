@@ -92,7 +92,8 @@ def test_a_worker_is_forked_with_torch_and_one_thread(server, folder):
 
     pid, where, _, path, has_torch, threads = worker.tell()
 
-    assert pid == worker.process.pid != 0
+    _until(lambda: worker.process.pid)  # it may tell its own before the server does
+    assert pid == worker.process.pid
     assert where == os.getcwd()
     assert path[0] == str(folder)
     assert has_torch
