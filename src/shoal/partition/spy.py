@@ -86,8 +86,8 @@ class Spy:
 
     What it computes itself is made anew by what reads it later. With ``names_own`` copies are
     wires, and what is ``shared`` by several sections, where gradients would add up in another
-    order. What blocks hand over to
-    ``keepers`` is output of theirs; where none are known they are looked for.
+    order. What blocks hand over to ``keepers`` is output of theirs; where none are known they are
+    looked for.
 
     Attributes:
         seen: What it saw. Where ``seen.found`` are other joints, or ``seen.keepers`` or

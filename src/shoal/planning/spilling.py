@@ -230,9 +230,13 @@ class Spilling:
             measure = with_batches(measure, stacked.batch_bytes)
             plan = self._plan(measure, exact, choice.technique, request, rows, stacked.passes)
             if isinstance(plan, SpilledArrayPlan):
-                passes, lengths = stacked.passes, stacked.lengths
-                plan = replace(plan, build_s=stacked.build_s, passes=passes, lengths=lengths)
-                return replace(plan, looped=stacked.looped)
+                return replace(
+                    plan,
+                    build_s=stacked.build_s,
+                    passes=stacked.passes,
+                    lengths=stacked.lengths,
+                    looped=stacked.looped,
+                )
             closest = plan
         return closest
 
