@@ -68,7 +68,7 @@ def test_a_replica_that_dies_at_any_point_costs_the_steps_since_its_generation(
     [
         (False, 1, "backward"),
         (True, 0, "forward"),
-        pytest.param(True, 1, "step", marks=pytest.mark.full),
+        (True, 1, "step"),
         pytest.param(False, 0, "finish", marks=pytest.mark.full),
         pytest.param(True, 1, "build", marks=pytest.mark.full),
     ],

@@ -34,6 +34,7 @@ from shoal.runtime.gangs.seat import (
     GangSeat,
     Join,
     Known,
+    MemberError,
     Metrics,
     Store,
     Waiting,
@@ -128,6 +129,8 @@ class ReplicaSeat(GangSeat):
         """
         try:
             yield from script
+        except MemberError:
+            raise  # that one has said itself what it failed with
         except Exception as error:
             lost = isinstance(error, PeerLost) or any(map(self.links.gone, self._others))
             if not lost:
