@@ -127,12 +127,12 @@ def _ls_row(place: Path, snapshot: Snapshot | StorageError) -> list[str]:
     return [
         place.name,
         study_state(snapshot, place),
-        f"{snapshot.count(TrialState.FINISHED)}/{snapshot.total}",
+        f"{snapshot.count(TrialState.FINISHED)}/{snapshot.total}" if snapshot.runs else DASH,
         str(snapshot.count(TrialState.PRUNED)),
         str(snapshot.count(TrialState.FAILED)),
         format_metric(best.metrics[snapshot.metric]) if best else DASH,
         snapshot.metric or DASH,
-        format_seconds(snapshot.seconds),
+        format_seconds(snapshot.seconds) if snapshot.runs else DASH,
         written,
     ]
 

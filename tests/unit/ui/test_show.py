@@ -184,3 +184,10 @@ def test_a_narrow_list_of_studies_keeps_their_names_states_and_results(
     narrow = ls_table(found, width=len(tmp_path.name) + 42).splitlines()
     assert narrow[0].split() == ["study", "state", "trials", "failed", "best"]
     assert max(map(len, narrow)) <= len(tmp_path.name) + 42
+
+
+def test_of_a_study_that_is_being_planned_a_list_claims_nothing(tmp_path: Path) -> None:
+    (tmp_path / "study.db").touch()
+    line = ls_table({tmp_path: Snapshot.of([])}).splitlines()[1]
+    assert "0/" not in line
+    assert "0 ms" not in line
