@@ -26,6 +26,7 @@ from shoal.observe.rows import TrialRow, TrialState
 from shoal.observe.snapshot import Snapshot
 from shoal.observe.states import STATES, in_order, study_state, trial_state
 from shoal.recipe import Recipe
+from shoal.resume.recipe import describe_recipe
 from shoal.resume.since import changed_since, changed_words
 
 if TYPE_CHECKING:
@@ -251,7 +252,7 @@ class TrialResult:
                 "shoal.open(path, recipe=recipe)."
             )
         place = self._checkpoint().parents[2]
-        if changed := changed_since(place, found, self.recipe_number):
+        if changed := changed_since(place, describe_recipe(found), self.recipe_number):
             warnings.warn(
                 f"trial {self.number}: {changed_words(changed)}: shoal.open(path, recipe=...).",
                 stacklevel=4,

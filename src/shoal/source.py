@@ -158,10 +158,15 @@ class Change(NamedTuple):
 _undoing: list[Callable[[], object]] = []  # of the changes that this process has made
 
 
-def with_changes(changes: Iterable[Change], value: Any) -> Any:
-    """``value``, which has come to a worker with them; those of what came before are put back."""
+def undo_changes() -> None:
+    """Put back what this process has changed for what it was given before."""
     while _undoing:
         _undoing.pop()()
+
+
+def with_changes(changes: Iterable[Change], value: Any) -> Any:
+    """``value``, which has come to a worker with them; those of what came before are put back."""
+    undo_changes()
     _undoing.extend(undo for change in changes if (undo := change.make()) is not None)
     return value
 

@@ -8,7 +8,7 @@ import io
 import sys
 import warnings
 from collections import ChainMap
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, ClassVar
@@ -19,8 +19,12 @@ from torch._library.custom_ops import CustomOpDef
 from shoal.core.closures import closed_over
 from shoal.core.errors import SpecError
 from shoal.core.units import format_bytes
+from shoal.launch.reached import imported_for_itself, reached
+from shoal.launch.replaced import users_modules
+from shoal.pystate.arriving import arrive
+from shoal.pystate.modulestate import ModuleState
 from shoal.recipe import Recipe
-from shoal.source import MAINS, MODULE_NAME, Change, cached, with_changes
+from shoal.source import MAINS, MODULE_NAME, Change, Named, cached, with_changes
 from shoal.spelled import names_in
 
 _WARN_BYTES = 16 * 2**20
@@ -30,14 +34,15 @@ _NO_FILE = "<dynamic-code>"  # what cloudpickle puts in the place of a file's na
 def pack_recipe(recipe: Recipe, changes: Collection[Change] = ()) -> bytes:
     """The recipe as bytes for a worker; only what ``__main__`` defines travels by value.
 
-    ``changes`` in other modules go with it: they are made where it is read.
+    ``changes`` in other modules go with it: they are made where it is read. So does what the
+    user's own modules hold (``modulestate``); what of it the recipe refers to is theirs.
 
     Raises:
         SpecError: something cannot travel; names the field and the object.
     """
     _register_source_module()
     try:
-        packed = _dumps(_Changed(tuple(changes), recipe))
+        packed = _dumps(_Arriving(_Changed(tuple(changes), recipe)))
     except Exception as error:
         _refuse_change(changes)
         field, reason, place = _culprit(recipe, error)
@@ -61,10 +66,40 @@ class _Changed:
     """Read as the recipe alone, when the changes have been made."""
 
     changes: tuple[Change, ...]
-    recipe: Recipe
+    recipe: Any
+
+    @property
+    def modules(self) -> set[str]:
+        """Those that are imported where changes are made, to be undone as these are."""
+        values = (change.value for change in self.changes)
+        return {value.module for value in values if isinstance(value, Named)}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return with_changes, (self.changes, self.recipe)
+
+
+@dataclass(frozen=True, slots=True)
+class _Arriving:
+    """Read as what was packed, in a process whose modules hold what they hold here."""
+
+    packed: _Changed
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        users = users_modules()
+        modules = reached((), users)
+        state, file, pickler = self._packed(modules)
+        if (more := reached(pickler.modules, users)) != modules:
+            state, file, pickler = self._packed(more)
+        first = {*pickler.modules, *imported_for_itself(users)} - self.packed.modules
+        imports = [name for name in users if name in first]
+        return arrive, (list(sys.argv), imports, state.packed, file.getvalue())
+
+    def _packed(self, modules: list[ModuleType]) -> tuple[ModuleState, io.BytesIO, _Pickler]:
+        """What is in there, but for what those modules hold."""
+        state, file = ModuleState(modules), io.BytesIO()
+        pickler = _Pickler(file, state.numbers)
+        pickler.dump(self.packed)
+        return state, file, pickler
 
 
 def _refuse_change(changes: Iterable[Change]) -> None:
@@ -102,6 +137,12 @@ class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]  # it has no typ
     by name. Modules of a class of their own (``torch.backends.cudnn``) go by name as others do.
     What the user's file defines goes by value, also where it wraps a library's function, has the
     name of that one and is in its place.
+
+    Args:
+        numbers: By identity, of objects that the other side has already.
+
+    Attributes:
+        modules: Names of those that were met, by themselves or by what they have.
     """
 
     dispatch_table: ClassVar[Any] = ChainMap(
@@ -109,8 +150,17 @@ class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]  # it has no typ
         cloudpickle.CloudPickler.dispatch_table,
     )
 
+    def __init__(self, file: io.BytesIO, numbers: Mapping[int, int] | None = None) -> None:
+        super().__init__(file)
+        self._numbers = numbers or {}
+        self.modules: set[str] = set()
+
+    def persistent_id(self, value: Any) -> int | None:
+        return self._numbers.get(id(value))
+
     def reducer_override(self, value: Any) -> Any:
         """Asked before the table, which knows exact types only."""
+        self._meet(value)
         if _is_special_module(value):
             return importlib.import_module, (value.__name__,)
         if isinstance(value, FunctionType) and value.__globals__.get("__name__") in MAINS:
@@ -118,6 +168,13 @@ class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]  # it has no typ
         if isinstance(value, CustomOpDef):
             return _where_defined(value)
         return super().reducer_override(value)
+
+    def _meet(self, value: Any) -> None:
+        if isinstance(value, ModuleType):
+            self.modules.add(value.__name__)
+        else:
+            code = value if isinstance(value, FunctionType | type) else type(value)
+            self.modules.add(str(code.__module__))
 
 
 def _where_defined(operator: CustomOpDef) -> tuple[Any, ...]:
@@ -155,7 +212,7 @@ def _culprit(recipe: Recipe, error: Exception) -> tuple[str, str, str]:
 
 def _why_not(value: object) -> Exception | None:
     try:
-        _dumps(value)
+        _dumps(_Arriving(_Changed((), value)))
     except Exception as reason:
         return reason
     return None

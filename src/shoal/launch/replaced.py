@@ -55,17 +55,25 @@ def _code_of_file() -> dict[int, Any]:
 
 
 def _code_of_modules() -> dict[int, Named]:
-    """Those that stand at the top level of the user's other modules, where workers find them.
+    """Those that stand at the top level of the user's other modules, where workers find them."""
+    return {
+        id(one): Named(module, name)
+        for module, known in users_modules().items()
+        for name, one in list(vars(known).items())
+        if (type(one) is FunctionType or issubclass(type(one), type)) and _home_of(one) == module
+    }
+
+
+def users_modules() -> dict[str, ModuleType]:
+    """The user's modules but for the main file, by name, as they were imported.
 
     A module that an installed package has written and loaded under its own name is not among
     these, whatever file it is in: the package makes it in a worker too, where it is needed.
     """
     return {
-        id(one): Named(module, name)
-        for module, known in _modules()
-        if _file_of(known) and is_users(known) and not _is_of_package(module)
-        for name, one in list(vars(known).items())
-        if (type(one) is FunctionType or issubclass(type(one), type)) and _home_of(one) == module
+        name: module
+        for name, module in _modules()
+        if _file_of(module) and is_users(module) and not _is_of_package(name)
     }
 
 

@@ -49,6 +49,11 @@ def parts_of(value: Any) -> Parts | None:
     return _Object(value) if is_users and has_attributes(kind) else None
 
 
+def attributes_of(value: Any) -> Parts:
+    """Of any object, those in slots too."""
+    return _Object(value)
+
+
 def has_attributes(kind: type) -> bool:
     """Whether objects of a type have attributes of their own; none of their code is asked."""
     return bool(kind.__dictoffset__ or _slots(kind))

@@ -57,6 +57,12 @@ NOTHING = Note("nothing")
 """Of what was not there yet."""
 
 
+class Stream(NamedTuple):
+    """Where a random generator stood."""
+
+    state: Any
+
+
 @dataclass
 class Look:
     """How values are looked at.
@@ -111,7 +117,7 @@ def _look(value: Any, look: Look, inner: Callable[[Any], Note]) -> Note:
     if isinstance(value, SYMBOLS):
         return Note("symbol", value)
     if isinstance(value, STREAMS):
-        return Note("stream", value, _state_of(value))
+        return Note("stream", value, state_of(value))
     if isinstance(value, list | tuple | deque | set | frozenset | dict):
         return _look_at_container(value, look, inner)
     if isinstance(value, itertools.count):
@@ -152,7 +158,7 @@ def _look_at_tensor(value: Tensor, look: Look) -> Note:
     return Note("tensor", value, (written, value.detach().clone() if copied else None))
 
 
-def _state_of(stream: Any) -> Any:
+def state_of(stream: Any) -> Any:
     """Where a random generator stands."""
     if isinstance(stream, torch.Generator):
         return stream.get_state().numpy()

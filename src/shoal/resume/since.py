@@ -11,30 +11,30 @@ import os
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from shoal.core.errors import SpecError, StorageError
 from shoal.core.studyfiles import RECORD
 from shoal.core.units import counted
 from shoal.resume.form import record_from_json
-from shoal.resume.recipe import RecipeRecord, describe_recipe
+from shoal.resume.recipe import RecipeRecord
 from shoal.resume.refuse import differences
 
 _NAMED = 5
 
 
 def changed_since(
-    study_dir: str | os.PathLike[str], recipe: Any, number: int | None = None
+    study_dir: str | os.PathLike[str], now: RecipeRecord, number: int | None = None
 ) -> tuple[str, ...]:
     """The names of what changed of a recipe that was imported again since its study trained.
 
+    ``now``: what it is, before trials were trained here, which may keep something in globals.
     ``number``: of the study's recipe that counts; None is the one of now. Nothing where that
     cannot be told, as the record is gone or damaged.
     """
     if not (recorded := _recorded(study_dir)):
         return ()
     known = dict(enumerate(recorded))
-    then, now = known.get(-1 if number is None else number, recorded[-1]), describe_recipe(recipe)
+    then = known.get(-1 if number is None else number, recorded[-1])
     return () if then.is_same(now) else tuple(differences(then, now)[0])
 
 

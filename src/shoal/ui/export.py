@@ -12,6 +12,7 @@ from shoal.export import Exported, export_trial
 from shoal.observe import jsonl, read_outline
 from shoal.observe.snapshot import Snapshot
 from shoal.report import Report, TrialResult, read_report
+from shoal.resume.recipe import describe_recipe
 from shoal.resume.since import changed_since, changed_words
 from shoal.ui.failures import ExitCode
 from shoal.ui.studies import find_recorded
@@ -60,7 +61,7 @@ def export_model(
         report = read_report(place, recipe=recipe)
         report = report.at_best() if at_best else report
         trial = choose_trial(report, which)
-        changed = changed_since(place, recipe, trial.recipe_number)
+        changed = changed_since(place, describe_recipe(recipe), trial.recipe_number)
         done = export_trial(trial, report, target, overwrite=overwrite, changed=changed)
     if changed:
         print(f"WARNING: {changed_words(changed)}: --file FILE.py[:STUDY].", file=sys.stderr)

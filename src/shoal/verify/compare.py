@@ -28,6 +28,7 @@ from shoal.planning import BY_SHARDS, array_kind, array_place
 from shoal.pystate import ambient
 from shoal.recipe import Recipe
 from shoal.report import TrialResult, read_report
+from shoal.resume.recipe import describe_recipe
 from shoal.resume.since import changed_since, changed_words
 from shoal.runtime.gangs.pipelined import without_versions
 from shoal.schedules import schedule_numerics
@@ -98,6 +99,7 @@ def verify_trials(
     population = {r.number: _as_plain(r) for r in snapshot.trials}
     warm, gone = warm_clones(place), without_state(place, snapshot)
     mixed, has_best = with_two_recipes(place, snapshot), keeps_best(place)
+    described = describe_recipe(recipe)
     for row in rows:
         reason = skip_reason(row, warm, gone, mixed)
         if reason:
@@ -108,7 +110,7 @@ def verify_trials(
         case = _Case(row, trial, recipe, curve, by_epochs, population, best)
         verdict = case.verdict()
         number = row.recipes[-1].recipe if row.recipes else None
-        if not is_given and (changed := changed_since(place, recipe, number)):
+        if not is_given and (changed := changed_since(place, described, number)):
             words = f"{changed_words(changed)}: --file FILE.py[:STUDY]"
             verdict = replace(verdict, notes=(words, *verdict.notes))
         differs = verdict.first_difference or verdict.failure

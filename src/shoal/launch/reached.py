@@ -1,0 +1,114 @@
+"""The modules of the user's that a worker may import, as far as their code says."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+from shoal.source import MAINS
+
+Users = Mapping[str, ModuleType]
+"""The user's modules by name, in the order in which they were imported."""
+
+
+def reached(seeds: Iterable[str], users: Users) -> list[ModuleType]:
+    """Those of ``users`` that code of ``seeds``, or the main file, may import sooner or later.
+
+    Told by names alone: whoever has the name of a module, or its last part, in its code may
+    import it.
+    """
+    found: set[str] = set()
+    waiting = deque([*seeds, *MAINS])
+    while waiting:
+        module = waiting.popleft()
+        if module in found or not (module in users or module in MAINS):
+            continue
+        found.add(module)
+        names = _names_of(sys.modules.get(module))
+        waiting += [
+            name
+            for name in users
+            if names is None or name in names or name.rpartition(".")[2] in names
+        ]
+        waiting += [parent for parent in _parents(module) if parent in users]
+    return [module for name, module in users.items() if name in found]
+
+
+def imported_for_itself(users: Users) -> list[str]:
+    """Those that the main file imports, and has no use for: they register what they have."""
+    found = {}
+    for main in MAINS:
+        file = str(vars(sys.modules.get(main, ast)).get("__file__") or "")
+        if main in sys.modules and file.endswith(".py"):
+            found.update(dict.fromkeys(_unused_imports(file, _changed(file))))
+    return [name for name in found if name in users]
+
+
+def _parents(module: str) -> Iterator[str]:
+    while module := module.rpartition(".")[0]:
+        yield module
+
+
+def _names_of(module: ModuleType | None) -> frozenset[str] | None:
+    """What the code of a module names; None where nobody knows."""
+    if module is None:
+        return frozenset()
+    known: Mapping[str, Any] = vars(module)
+    file = str(known.get("__file__") or "")
+    if not file:
+        return None
+    return _names_in(file, _changed(file), str(known.get("__name__")), known.get("__loader__"))
+
+
+def _changed(file: str) -> int:
+    try:
+        return Path(file).stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+@functools.lru_cache(maxsize=4096)
+def _names_in(file: str, changed: int, name: str, loader: Any) -> frozenset[str] | None:
+    try:
+        if name in MAINS:  # its loader would write what it has compiled beside the file
+            code = compile(Path(file).read_bytes(), file, "exec", dont_inherit=True)
+        else:
+            code = loader.get_code(name)
+    except Exception:  # no loader, a file that is gone
+        return None
+    return frozenset(_names(code)) if isinstance(code, CodeType) else None
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+        elif isinstance(constant, str) and constant.replace(".", "").isidentifier():
+            yield constant  # importlib.import_module("models.net")
+
+
+@functools.lru_cache(maxsize=16)
+def _unused_imports(file: str, changed: int) -> tuple[str, ...]:
+    try:
+        tree = ast.parse(Path(file).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return ()
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    found = []
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            found += [
+                a.name for a in node.names if (a.asname or a.name.partition(".")[0]) not in used
+            ]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            bound = {a.asname or a.name for a in node.names}
+            if bound.isdisjoint(used):
+                found += [node.module, *(f"{node.module}.{a.name}" for a in node.names)]
+    return tuple(found)

@@ -1,0 +1,147 @@
+"""What a file sets in other modules of the user's, and what these drew, is there in workers."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+import shoal
+from shoal.source import load_study
+
+CONFIG = """
+import threading
+from types import SimpleNamespace
+import torch
+
+class Node(dict):
+    def __getattr__(self, name):
+        return self[name]
+    def __setattr__(self, name, value):
+        raise TypeError("a node is changed by merge")
+    def merge(self, **values):
+        dict.update(self, values)
+
+class Defaults:
+    bias = True
+    shapes = [4]
+
+cfg = SimpleNamespace(width=4, inner=Node(gain=1.0, kinds=["relu"]), lock=threading.Lock())
+SCALE, TABLE = 1.0, {"width": 4}
+PROJECTION, FROZEN = torch.randn(4, 4), torch.nn.Linear(4, 4)  # as they were drawn there
+"""
+NET = """
+import torch
+from torch import nn
+import config
+from config import TABLE, cfg
+
+inner = cfg.inner
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, cfg.width, bias=config.Defaults.bias)
+        self.second = nn.Linear(cfg.width, TABLE["width"])
+        self.last = nn.Linear(TABLE["width"], config.Defaults.shapes[0])
+
+    def forward(self, x):
+        with torch.no_grad(), cfg.lock:
+            x = config.FROZEN(x @ config.PROJECTION)
+        for kind in inner.kinds:
+            x = getattr(torch, kind)(x)
+        x = self.last(self.second(self.first(x)).tanh())
+        return config.SCALE * inner.gain * x.mean(1, keepdim=True)
+"""
+ZOO = "NETS = {}\n"
+NETS = """
+import zoo
+from net import Net
+zoo.NETS["plain"] = Net
+"""
+HEAD = """
+import torch
+import shoal
+import config
+from config import Defaults, cfg
+{imports}
+cfg.inner.merge(gain=3.0, kinds=["tanh", "sigmoid"])
+config.SCALE, config.TABLE["width"] = 0.5, 5
+Defaults.bias, Defaults.shapes[:] = False, [3]
+
+def model(hp):
+    cfg.width = hp["width"]
+    {model}
+
+def data(hp):
+    draws = torch.Generator().manual_seed(1)
+    return [(torch.rand(5, 4, generator=draws), torch.rand(5, 1, generator=draws))] * 3, None
+
+def loss(output, batch):
+    return config.SCALE * (output - batch[1]).square().mean()
+
+recipe = shoal.Recipe(model=model, data=data, loss=loss)
+study = shoal.Study("modules", recipe, space=shoal.grid(width=[3, 6], lr=[0.1]), steps=3)
+"""
+WAYS = {
+    "at the top": ("from net import Net", "return Net()"),
+    "within": ("", "from net import Net; return Net()"),
+    "by registration": ("import nets\nimport zoo", 'return zoo.NETS["plain"]()'),
+}
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """Write a main file beside modules of the user's, and give its place."""
+    monkeypatch.syspath_prepend(tmp_path)
+    names = {"config": CONFIG, "net": NET, "zoo": ZOO, "nets": NETS}
+    for name, text in names.items():
+        (tmp_path / f"{name}.py").write_text(text)
+
+    def write(text):
+        (tmp_path / "main.py").write_text(text)
+        return str(tmp_path / "main.py")
+
+    yield write
+    for name in (*names, "given"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_trials_train_with_what_the_file_set_elsewhere(way, write, run_study, assert_alone):
+    imports, model = WAYS[way]
+    study = load_study(write(HEAD.format(imports=imports, model=model))).study
+    report = run_study(study.recipe, study.space, steps=3)
+    widths = [trial.load().first.weight.shape[0] for trial in report.trials]
+    assert sorted(widths) == [3, 6]
+    assert {trial.load().second.weight.shape[0] for trial in report.trials} == {5}
+    assert_alone(report, report.trials, study.recipe, steps=3)
+
+
+def test_what_changes_between_two_studies_is_the_second_ones(write, run_study, assert_alone):
+    imports, model = WAYS["at the top"]
+    recipe = load_study(write(HEAD.format(imports=imports, model=model))).study.recipe
+    for scale in (0.5, 4.0):
+        sys.modules["config"].SCALE = scale
+        report = run_study(recipe, shoal.grid(width=[3], lr=[0.1]), steps=2)
+        assert_alone(report, report.trials, recipe, steps=2)
+
+
+def test_modules_find_the_command_lines_arguments(write, run_study, tmp_path, monkeypatch):
+    (tmp_path / "given.py").write_text("import sys\nWIDTH = int(sys.argv[1])\n")
+    monkeypatch.setattr(sys, "argv", ["main.py", "7"])
+    model = "import given; cfg.width = given.WIDTH; return Net()"
+    study = load_study(write(HEAD.format(imports="from net import Net", model=model))).study
+    report = run_study(study.recipe, shoal.grid(width=[3], lr=[0.1]), steps=1)
+    assert report.trials[0].load().first.weight.shape[0] == 7
+
+
+def test_of_what_cannot_travel_the_modules_own_is_not_blamed(write, run_study):
+    """``cfg`` has a lock, and is the workers' own; the main file's is not."""
+    text = HEAD.format(imports="import threading\nfrom net import Net", model="return Net()")
+    text = text.replace(
+        "def loss(output, batch):", "mine = threading.Lock()\ndef loss(output, batch):\n    mine"
+    )
+    study = load_study(write(text)).study
+    with pytest.raises(shoal.SpecError, match=r"loss=.* the global 'mine'"):
+        run_study(study.recipe, study.space, steps=1)
