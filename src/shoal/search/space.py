@@ -96,6 +96,16 @@ def _index(values: Iterable[Scalar], value: Scalar) -> int:
     return known.index((type(value), value))
 
 
+def find_equal(values: Iterable[Scalar]) -> tuple[Scalar, Scalar] | None:
+    """Two values of other types that ``==`` holds to be one, as Optuna does: 1 and True."""
+    seen: dict[Scalar, Scalar] = {}
+    for value in values:
+        first = seen.setdefault(value, value)
+        if type(first) is not type(value):
+            return first, value
+    return None
+
+
 def uniform(lo: float, hi: float) -> Uniform:
     """A float between ``lo`` and ``hi``."""
     return Uniform(*_bounds("uniform", lo, hi))

@@ -18,7 +18,15 @@ from shoal.search.population import Population
 from shoal.search.rules import ETA, Halving, Median, Rule, likely_part, num_brackets
 from shoal.search.sampler import check_trials, specs_of, trials_of
 from shoal.search.search import LAG, Search
-from shoal.search.space import Distribution, check_space, is_finite, size
+from shoal.search.space import (
+    Choice,
+    Distribution,
+    check_space,
+    entries,
+    find_equal,
+    is_finite,
+    size,
+)
 from shoal.search.suggest import Suggester, check_repeats, num_points
 
 GENERATION = 9
@@ -250,6 +258,13 @@ def _check_adaptive(wanted: Wanted) -> None:
         raise SpecError(
             f"sampler={_name(wanted.sampler)!r} has nothing to choose: space is empty."
         )
+    for name, entry in entries(wanted.space):
+        if isinstance(entry, Choice) and (pair := find_equal(entry.values)):
+            raise SpecError(
+                f"{name!r} has the values {pair[0]!r} and {pair[1]!r}, which Optuna takes for "
+                f"one, so that sampler={_name(wanted.sampler)!r} would not know which of them did "
+                "well. Leave one out, or write text and make values of it in the recipe."
+            )
     if wanted.sampler == "tpe":
         load_optuna("sampler='tpe'")
 

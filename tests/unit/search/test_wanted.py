@@ -124,6 +124,16 @@ def test_trying_every_point_of_a_space_without_end_is_refused_before_anything_tr
         ask(space, sampler=brute_force())
 
 
+@pytest.mark.parametrize("values", [(2, 1, True), (0, False), (3.0, 3)])
+def test_values_that_optuna_takes_for_one_are_refused_where_its_samplers_decide(values):
+    space = {"b": choice("x", "y", when={"x": {"a": choice(*values)}})}
+    words = f"'a' has the values {values[-2]!r} and {values[-1]!r}, which Optuna takes for one"
+    with pytest.raises(SpecError, match=words):
+        ask(space, sampler="tpe")
+    assert ask(space, sampler="random", pruner="asha").space
+    assert ask({"a": choice(1, 1, "1", None)}, sampler="tpe").space
+
+
 def test_a_sampler_that_draws_otherwise_each_time_needs_a_seed():
     with pytest.raises(SpecError, match=r"RandomSampler\(seed=0\)"):
         ask(sampler=optuna.samplers.RandomSampler()).first_trials()
