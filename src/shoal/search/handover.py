@@ -15,7 +15,7 @@ from typing import Any, Literal
 from shoal.core.errors import SpecError
 from shoal.core.spec import Scalar
 from shoal.search.library import load_optuna, quiet, to_optuna
-from shoal.search.space import Choice, Distribution, Integer, Uniform, entries
+from shoal.search.space import Choice, Distribution, Integer, Uniform, entries, find_equal
 
 State = Literal["COMPLETE", "PRUNED", "FAIL", "RUNNING", "WAITING"]
 
@@ -105,11 +105,12 @@ def _frozen(optuna: Any, trial: HandedOver, space: Mapping[str, Distribution]) -
     has_value = trial.value is not None and math.isfinite(trial.value)
     state = "FAIL" if trial.state == "COMPLETE" and not has_value else trial.state
     value = trial.value if state == "COMPLETE" else None
+    told = {name: _told_apart(space[name], own) for name, own in trial.point.items()}
     frozen = optuna.trial.create_trial(
         state=optuna.trial.TrialState[state],
         value=_last_value(trial) if state == "PRUNED" else value,
-        params=dict(trial.point),
-        distributions={name: to_optuna(optuna, space[name]) for name in trial.point},
+        params={name: own for name, (_, own) in told.items()},
+        distributions={name: to_optuna(optuna, of) for name, (of, _) in told.items()},
         intermediate_values=dict(trial.curve),
         user_attrs=dict(trial.attributes),
     )
@@ -131,22 +132,32 @@ def _wide_enough(
     space: Mapping[str, Distribution], trials: Sequence[HandedOver]
 ) -> dict[str, Distribution]:
     """What each name is drawn from; a clone may have been given a value outside of that."""
-    wide: dict[str, Distribution] = {}
+    known: dict[str, Distribution] = {}
     for name, entry in entries(space):
         assert isinstance(entry, Uniform | Integer | Choice)
-        wide[name] = entry
+        known[name] = entry
+    values: dict[str, list[Scalar]] = {}
     for trial in trials:
         for name, value in trial.point.items():
-            wide[name] = _with(wide.get(name), value)
-    return wide
+            values.setdefault(name, []).append(value)
+    return {name: _with(known.get(name), found) for name, found in values.items()}
 
 
-def _with(distribution: Distribution | None, value: Any) -> Distribution:
-    """A distribution that has ``value``."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if isinstance(distribution, Uniform | Integer) and is_number:
-        low, high = min(distribution.lo, value), max(distribution.hi, value)
-        return type(distribution)(low, high, distribution.log and low > 0)
-    values = distribution.values if isinstance(distribution, Choice) else ()
-    known = any(type(one) is type(value) and one == value for one in values)
-    return Choice(values if known else (*values, value))
+def _with(distribution: Distribution | None, values: Sequence[Scalar]) -> Distribution:
+    """A distribution that has all of ``values``; a range, if it was one and all are numbers."""
+    numbers = [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
+    if isinstance(distribution, Uniform | Integer) and len(numbers) == len(values):
+        low, high = min(distribution.lo, *numbers), max(distribution.hi, *numbers)
+        is_log = distribution.log and low > 0
+        if isinstance(distribution, Integer) and all(isinstance(n, int) for n in numbers):
+            return Integer(int(low), int(high), is_log)
+        return Uniform(low, high, is_log)
+    known = distribution.values if isinstance(distribution, Choice) else ()
+    return Choice(tuple({(type(value), value): value for value in (*known, *values)}.values()))
+
+
+def _told_apart(distribution: Distribution, value: Scalar) -> tuple[Distribution, Scalar]:
+    """A choice and its value as Optuna has them: as text, where it would take two for one."""
+    if isinstance(distribution, Choice) and find_equal(distribution.values):
+        return Choice(tuple(map(repr, distribution.values))), repr(value)
+    return distribution, value

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 import shoal
 from shoal.core.errors import SpecError
 from shoal.core.spec import TrialSpec
-from shoal.search import choice, log_uniform
+from shoal.search import choice, integer, log_uniform, uniform
 from shoal.search.handover import HandedOver, write_optuna
 from shoal.search.space import check_space
 from shoal.source import load_study
@@ -151,3 +151,24 @@ def test_a_clone_outside_the_space_and_values_that_are_no_numbers_are_handed_ove
     assert [trial.value for trial in study.trials[5:]] == [0.5, None, None]
     assert study.trials[0].params == {"lr": 1.0, "kind": "c"}
     assert study.best_value == 1.0
+
+
+@pytest.mark.parametrize(
+    ("entry", "values", "read"),
+    [
+        (uniform(0.0, 1.0), [0.5, None, 0.7], [0.5, None, 0.7]),  # a clone without a norm
+        (integer(1, 5), [2, 2.5], [2, 2.5]),
+        (integer(1, 5, log=True), [2, 0], [2, 0]),
+        (choice(0, 1), [0, True, 1], ["0", "True", "1"]),  # Optuna takes two of them for one
+    ],
+)
+def test_a_clone_of_another_kind_leaves_every_value_to_be_told_apart(
+    tmp_path, entry, values, read
+):
+    rest = {"state": "COMPLETE", "value": 1.0, "began": 1.0, "ended": 2.0, "curve": {1: 1.0}}
+    trials = [HandedOver(point={"a": value}, **rest) for value in values]
+    path = tmp_path / "o.db"
+    write_optuna(path, "s", mode="min", metric="loss", space={"a": entry}, trials=trials)
+
+    study = optuna.load_study(study_name="s", storage=f"sqlite:///{path}")
+    assert [trial.params["a"] for trial in study.trials] == read
