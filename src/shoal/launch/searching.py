@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from shoal.core.errors import PlanError, TrialError, WorkerError
+from shoal.core.errors import PlanError, SpecError, TrialError, WorkerError
 from shoal.core.plan import Plan
 from shoal.core.spec import TrialSpec
 from shoal.execution.hunt import Hunt, Telling
@@ -80,6 +80,9 @@ def _differing(hunt: Hunt) -> list[str]:
 def plan_some(make: MakePlan, trials: Sequence[TrialSpec], first: Plan) -> Planned:
     """Plan trials of a search; one that cannot be run fails, and the others are planned.
 
+    One whose recipe returns what cannot be trained too: who is planned beside it is a matter of
+    time, and may be nobody.
+
     Args:
         first: The study's plan: of which devices.
 
@@ -90,7 +93,7 @@ def plan_some(make: MakePlan, trials: Sequence[TrialSpec], first: Plan) -> Plann
         return make(trials)
     except Abandoned:
         raise
-    except (PlanError, TrialError, WorkerError) as error:
+    except (PlanError, SpecError, TrialError, WorkerError) as error:
         if len(trials) == 1:
             failures = {trials[0].number: f"{type(error).__name__}: {error}"}
             none = replace(first, jobs=(), failures=failures, notes=())
