@@ -102,9 +102,9 @@ class Suggester:
             SpecError: the sampler raised.
         """
         states, trial = self._optuna.trial.TrialState, self._trials[index]
+        for rung, value in facts.until().items():
+            trial.report(value, rung)
         if facts.how == "pruned":
-            for rung, value in facts.until().items():
-                trial.report(value, rung)
             self._quietly(lambda: self._study.tell(trial, state=states.PRUNED))
         elif facts.how == "finished" and facts.value is not None and facts.value == facts.value:
             self._quietly(lambda: self._study.tell(trial, facts.value))

@@ -5,12 +5,15 @@ import importlib.util
 import subprocess
 import sys
 import warnings
+from typing import get_args
 
 import pytest
 
 import shoal
 from shoal.core.errors import SpecError
 from shoal.search import choice, integer, log_uniform, uniform
+from shoal.search.facts import Facts, How
+from shoal.search.suggest import Suggester
 from shoal.search.wanted import check_search
 
 optuna = pytest.importorskip("optuna")
@@ -270,6 +273,21 @@ def test_what_a_sampler_raises_when_its_points_are_looked_at_is_said_in_words():
 
     with pytest.raises(SpecError, match="ImportError: a library is not installed"):
         points(sampler=Absent(seed=0))
+
+
+def test_a_sampler_sees_the_curve_of_every_trial_it_is_told_of():
+    class Looks(optuna.samplers.RandomSampler):
+        def after_trial(self, study, trial, state, values):
+            seen.append((state.name, trial.intermediate_values))
+
+    seen = []
+    suggester = Suggester(Looks(seed=0), ask().space, "min")
+    told = [Facts({}, values=[0.5, 0.25], how=how, value=0.25) for how in get_args(How)]
+    for index, facts in enumerate(told):
+        suggester.suggest()
+        suggester.tell(index, facts)
+    curve = {1: 0.5, 2: 0.25}
+    assert seen == [("COMPLETE", curve), ("PRUNED", curve), ("FAIL", curve)]
 
 
 @pytest.mark.parametrize("seed", [-1, 2**40])
