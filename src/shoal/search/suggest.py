@@ -35,7 +35,12 @@ from shoal.search.space import (
     walk,
 )
 
-_PROBES = 3
+_REHEARSED = (
+    Facts({}, values=[1.0, 0.5], how="finished", value=0.5),
+    Facts({}, values=[1.0], how="pruned"),
+    Facts({}, how="failed"),
+)
+"""What comes of the trials that a sampler is asked for before any trains."""
 
 
 class Suggester:
@@ -149,13 +154,18 @@ class Suggester:
 def check_repeats(sampler: Any, space: Mapping[str, Distribution], mode: str) -> None:
     """Refuse a sampler that draws otherwise each time: its study could not be resumed.
 
+    It is told of trials too: one that raises then would end a study that has trained for hours.
+
     Raises:
-        SpecError: two copies of it suggest different points.
+        SpecError: two copies of it suggest different points, or it raised.
     """
     drawn = []
     for _ in range(2):
         probe = Suggester(sampler, space, mode)
-        drawn.append([probe.suggest() for _ in range(_PROBES)])
+        drawn.append([probe.suggest() for _ in _REHEARSED])
+        for index, facts in enumerate(_REHEARSED):
+            probe.tell(index, facts)
+        drawn[-1] += [] if probe.is_over else [probe.suggest()]
     if drawn[0] != drawn[1]:
         name = type(sampler).__name__
         raise SpecError(

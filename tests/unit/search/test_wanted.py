@@ -275,6 +275,26 @@ def test_what_a_sampler_raises_when_its_points_are_looked_at_is_said_in_words():
         points(sampler=Absent(seed=0))
 
 
+def test_a_sampler_that_raises_when_it_is_told_of_trials_is_refused_before_any_trains():
+    def constraints(trial):
+        return (trial.user_attrs["memory"] - 1.0,)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is experimental in Optuna 5
+        sampler = optuna.samplers.TPESampler(seed=0, constraints_func=constraints)
+    with pytest.raises(SpecError, match="TPESampler cannot serve this space: KeyError: 'memory'"):
+        points(sampler=sampler)
+
+
+def test_a_sampler_that_draws_otherwise_once_it_is_told_of_trials_needs_a_seed():
+    class Learns(optuna.samplers.RandomSampler):
+        def after_trial(self, study, trial, state, values):
+            self.reseed_rng()
+
+    with pytest.raises(SpecError, match="draws otherwise each time"):
+        points(sampler=Learns(seed=0))
+
+
 def test_a_sampler_sees_the_curve_of_every_trial_it_is_told_of():
     class Looks(optuna.samplers.RandomSampler):
         def after_trial(self, study, trial, state, values):
