@@ -24,6 +24,7 @@ class Facts:
         value: The metric at its end.
         pruned_at: The rung after which it trains no more, as was decided.
         last: The rung at its end, where nothing is left to decide; None where nobody said.
+        number: What it is called in the study, whose clones have numbers too.
     """
 
     point: Point
@@ -35,6 +36,7 @@ class Facts:
     last: int | None = None
     every: int | None = None
     passed: int = 0
+    number: int = 0
 
     def at(self, rung: int) -> float | None:
         """The metric at a rung; None if it was not evaluated there."""

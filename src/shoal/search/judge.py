@@ -72,14 +72,14 @@ class Judge:
                 ends = pruner.prune(study, frozen)
             except Exception as error:
                 raise SpecError(
-                    f"the pruner {type(pruner).__name__} raised {type(error).__name__} for trial "
-                    f"{trial} after {counted(rung, 'evaluation')}: {error}. shoal's own are "
-                    "pruner='asha', 'hyperband' and 'median'."
+                    f"the pruner {type(pruner).__name__} raised {type(error).__name__} for "
+                    f"{_where(trials[trial], rung)}: {error}. shoal's own are pruner='asha', "
+                    "'hyperband' and 'median'."
                 ) from error
             if not isinstance(ends, bool | np.bool_):
                 raise SpecError(
-                    f"the pruner {type(pruner).__name__} said {ends!r} of trial {trial} after "
-                    f"{counted(rung, 'evaluation')}. prune(study, trial) returns True or False."
+                    f"the pruner {type(pruner).__name__} said {ends!r} of "
+                    f"{_where(trials[trial], rung)}. prune(study, trial) returns True or False."
                 )
             if ends:
                 pruned.add(trial)
@@ -114,3 +114,7 @@ class Judge:
         """What it wrote on a trial, up to a rung."""
         known = [n for rung, n in self._notes.get(trial, ()) if until is None or rung <= until]
         return known[-1] if known else {}
+
+
+def _where(facts: Facts, rung: int) -> str:
+    return f"trial {facts.number} after {counted(rung, 'evaluation')}"

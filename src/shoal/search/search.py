@@ -75,7 +75,7 @@ class Search:
         """A trial belongs to the search; in the order of numbers."""
         self._places[number] = len(self._facts)
         self._rungs.pop(len(self._facts) // self._size, None)  # its generation grew
-        self._facts.append(Facts(point))
+        self._facts.append(Facts(point, number=number))
         self._is_stale = True
 
     def ends_at(self, number: int, rung: int, *, every: int | None = None, done: int = 0) -> None:
