@@ -24,9 +24,10 @@ from shoal.core.errors import SpecError
 from shoal.core.units import counted
 from shoal.search.facts import Facts
 from shoal.search.library import distributions_of, load_optuna, new_study
-from shoal.search.space import Distribution
+from shoal.search.space import Distribution, Point, walk
 
 Notes = Mapping[str, Any]
+_REHEARSED = (0.1, 0.5, 0.9)  # what is drawn of three trials, and what comes of it
 
 
 class Judge:
@@ -114,6 +115,32 @@ class Judge:
         """What it wrote on a trial, up to a rung."""
         known = [n for rung, n in self._notes.get(trial, ()) if until is None or rung <= until]
         return known[-1] if known else {}
+
+
+def check_decides(pruner: Any, mode: str, name: str, space: Mapping[str, Distribution]) -> None:
+    """Refuse a pruner that decides otherwise each time: its study could not be resumed.
+
+    Raises:
+        SpecError: two copies of it ended other ones of three trials, or it raised.
+    """
+    facts = [
+        Facts(_point(space, at), values=[1.0 - at, 1.0 - at / 2], number=number)
+        for number, at in enumerate(_REHEARSED)
+    ]
+    ended = []
+    for _ in range(2):
+        judge = Judge(pruner, mode, name, space)
+        ended.append([judge.prune(rung, facts, range(len(facts)), 0) for rung in (1, 2)])
+    if ended[0] != ended[1]:
+        raise SpecError(
+            f"the pruner {type(pruner).__name__} decides otherwise each time, so that no run "
+            "could be repeated or resumed. Let it draw from random.Random(trial.number), or not "
+            "at all."
+        )
+
+
+def _point(space: Mapping[str, Distribution], unit: float) -> Point:
+    return walk(space, lambda _, of: of.pick(unit))
 
 
 def _where(facts: Facts, rung: int) -> str:

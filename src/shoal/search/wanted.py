@@ -10,7 +10,7 @@ from shoal.core.errors import SpecError
 from shoal.core.spec import TrialSpec
 from shoal.core.units import counted
 from shoal.core.values import whole
-from shoal.search.judge import Judge
+from shoal.search.judge import Judge, check_decides
 from shoal.search.library import is_of, load_optuna, require_packages
 from shoal.search.parameters import parameters_of
 from shoal.search.pbt import PBT, check_size, num_copies, varied
@@ -289,6 +289,8 @@ def _check_pruner(wanted: Wanted, metric: str) -> None:
             f"{label} has to know how often a trial is evaluated. Give epochs= without "
             "eval_every=, or steps= with it; pruner='asha' needs to know neither."
         )
+    if not isinstance(wanted.pruner, str | PBT):
+        check_decides(wanted.pruner, wanted.mode, wanted.name, wanted.space)
 
 
 def _check_population(wanted: Wanted, asked: PBT) -> None:

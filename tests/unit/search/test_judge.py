@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from shoal.core.errors import SpecError
-from shoal.search import choice
-from shoal.search.judge import Judge
+from shoal.search import choice, uniform
+from shoal.search.judge import Judge, check_decides
 from shoal.search.search import Search
 
 optuna = pytest.importorskip("optuna")
@@ -38,3 +40,29 @@ def test_who_a_pruner_cannot_answer_for_is_called_by_its_number(answer, words):
         search.report(number, 10, 0.5)
     with pytest.raises(SpecError, match=words):
         search.decide()
+
+
+class Draws(optuna.pruners.BasePruner):
+    """Ends every other trial, as chance has it."""
+
+    def prune(self, study, trial):
+        return self.draw(trial) < 0.5
+
+    def draw(self, trial):
+        return random.random()
+
+
+class Seeded(Draws):
+    def draw(self, trial):
+        return random.Random(trial.number).random()
+
+
+def test_a_pruner_that_raises_or_decides_otherwise_each_time_is_refused_before_any_trial_trains():
+    space = {"a": choice(1, 2), "b": uniform(0.0, 1.0)}
+    with pytest.raises(SpecError, match="Says raised KeyError for trial 0 after 1 evaluation"):
+        check_decides(Says(KeyError("memory")), "min", "s", space)
+    random.seed(0)
+    with pytest.raises(SpecError, match="the pruner Draws decides otherwise each time"):
+        check_decides(Draws(), "max", "s", space)
+    for pruner in (Seeded(), Says(True), optuna.pruners.HyperbandPruner()):
+        check_decides(pruner, "min", "s", space)
