@@ -11,7 +11,7 @@ from shoal.core.units import counted, named_trials
 from shoal.resume.code import is_same
 from shoal.resume.recipe import PERMISSIONS, RecipeRecord
 from shoal.resume.record import StudyRecord, TrialRecord
-from shoal.search.parameters import first_difference
+from shoal.search.parameters import first_difference, is_seeded_otherwise
 
 MAX_DIFF_LINES = 40
 _OTHERWISE = "or give the study another name; overwrite=True (--overwrite) trains all anew."
@@ -64,6 +64,12 @@ def _another_parameter(recorded: StudyRecord, asked: StudyRecord, what: str) -> 
     texts = [record.search.get(f"{what} parameters", "") for record in (recorded, asked)]
     if (found := first_difference(*texts)) is None:
         return
+    if is_seeded_otherwise(*texts):
+        raise SpecError(
+            f"cannot go on with study {asked.name!r}: its {what}, {asked.search[what]}, had "
+            "another seed, or none, and then it is another one each time it is made. "
+            f"Which trials there are follows from that. Put the seed back, {_OTHERWISE}"
+        )
     name, was, now = found
     raise SpecError(
         f"cannot go on with study {asked.name!r}: its {what}, {asked.search[what]}, had "

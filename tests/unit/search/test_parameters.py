@@ -4,7 +4,11 @@ import json
 
 import pytest
 
-from shoal.search.parameters import first_difference, parameters_of
+from shoal.search.parameters import (
+    first_difference,
+    is_seeded_otherwise,
+    parameters_of,
+)
 
 optuna = pytest.importorskip("optuna")
 samplers, pruners = optuna.samplers, optuna.pruners
@@ -106,3 +110,25 @@ def test_names_that_one_text_alone_has_are_no_difference():
     assert first_difference('{"a": "1"}', '{"b": "2"}') is None
     assert first_difference("", '{"a": "1"}') is None
     assert first_difference('{"b": "1", "a": "1"}', '{"a": "2", "b": "2"}') == ("a", "1", "2")
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "told"),
+    [
+        (lambda: samplers.TPESampler(seed=0), lambda: samplers.TPESampler(seed=1), True),
+        (lambda: grid_of(3, seed=0), lambda: grid_of(3, seed=1), True),
+        (lambda: grid_of(3, seed=0), lambda: grid_of(3, seed=0), False),
+        (lambda: grid_of(3, seed=0), lambda: grid_of(4, seed=0), False),
+        (
+            lambda: samplers.TPESampler(seed=0),
+            lambda: samplers.TPESampler(seed=1, n_startup_trials=3),
+            False,
+        ),
+    ],
+)
+def test_another_seed_is_told_from_another_value(one, other, told):
+    assert is_seeded_otherwise(parameters_of(one()), parameters_of(other())) is told
+
+
+def grid_of(values, **options):
+    return samplers.GridSampler({"a": list(range(values))}, **options)
