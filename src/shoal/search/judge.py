@@ -14,7 +14,6 @@ halving notes their rungs) is carried from one view to the next.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +22,7 @@ import numpy as np
 from shoal.core.errors import SpecError
 from shoal.core.units import counted
 from shoal.search.facts import Facts
-from shoal.search.library import distributions_of, load_optuna, new_study
+from shoal.search.library import copied, distributions_of, load_optuna, new_study
 from shoal.search.space import Distribution, Point, walk
 
 Notes = Mapping[str, Any]
@@ -61,7 +60,7 @@ class Judge:
             SpecError: the pruner raised.
         """
         optuna = load_optuna("a pruner of Optuna's")
-        pruner = copy.deepcopy(self._pruner)
+        pruner = copied("pruner", self._pruner)
         study = new_study(optuna, self._mode, study_name=self._name, pruner=pruner)
         for trial, facts in enumerate(trials):
             own = trial in asked

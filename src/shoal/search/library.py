@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib.util
 import sys
 from collections.abc import Iterator, Mapping
@@ -77,6 +78,22 @@ def quiet(optuna: Any) -> Iterator[None]:
         yield
     finally:
         optuna.logging.set_verbosity(before)
+
+
+def copied(what: str, value: Any) -> Any:
+    """A copy of a sampler or pruner, which is asked in place of its user's; ``what`` it is.
+
+    Raises:
+        SpecError: it holds what cannot be copied.
+    """
+    try:
+        return copy.deepcopy(value)
+    except Exception as error:
+        raise SpecError(
+            f"the {what} {type(value).__name__} cannot be copied, and copies of it are asked, so "
+            f"that a study can go on: {type(error).__name__}: {str(error).rstrip('.')}. Keep "
+            "locks, files and connections out of it."
+        ) from error
 
 
 def new_study(optuna: Any, mode: str, **options: Any) -> Any:

@@ -8,7 +8,6 @@ what is on record is what counts: ``replace_last``.
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -17,6 +16,7 @@ from shoal.core.errors import SpecError
 from shoal.core.spec import Scalar
 from shoal.search.facts import Facts
 from shoal.search.library import (
+    copied,
     distributions_of,
     is_of,
     load_optuna,
@@ -57,7 +57,7 @@ class Suggester:
         self.is_over = False
         require_packages("sampler", sampler)
         self._space = space
-        self._study = new_study(self._optuna, mode, sampler=copy.deepcopy(sampler))
+        self._study = new_study(self._optuna, mode, sampler=copied("sampler", sampler))
         self._study.stop = self._stop  # Optuna's own works in ``optimize`` alone
         self._trials: list[Any] = []
 
@@ -75,7 +75,7 @@ class Suggester:
         known: dict[str, list[Distribution | Scalar]] = {}
         for name, entry in entries(self._space):  # a name may stand in several branches
             known.setdefault(name, []).append(entry)
-        relative = self._quietly(lambda: trial.relative_params)  # drawn when it is looked at
+        relative = self._quietly(lambda: dict(trial.relative_params))  # drawn when it is looked at
         unknown = sorted(relative.keys() - known.keys())
         if unknown:
             raise SpecError(

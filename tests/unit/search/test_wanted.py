@@ -4,6 +4,7 @@ import builtins
 import importlib.util
 import subprocess
 import sys
+import threading
 import warnings
 from typing import get_args
 
@@ -273,6 +274,24 @@ def test_what_a_sampler_raises_when_its_points_are_looked_at_is_said_in_words():
 
     with pytest.raises(SpecError, match="ImportError: a library is not installed"):
         points(sampler=Absent(seed=0))
+
+
+def test_a_sampler_or_pruner_that_cannot_be_copied_is_refused_in_words():
+    sampler, pruner = optuna.samplers.RandomSampler(seed=0), optuna.pruners.NopPruner()
+    sampler.lock = pruner.lock = threading.Lock()
+    with pytest.raises(SpecError, match=r"sampler RandomSampler cannot be copied.*TypeError"):
+        points(sampler=sampler)
+    with pytest.raises(SpecError, match=r"pruner NopPruner cannot be copied.*TypeError"):
+        ask(pruner=pruner)
+
+
+def test_a_sampler_that_suggests_none_where_a_mapping_is_meant_is_refused_in_words():
+    class Nothing(optuna.samplers.RandomSampler):
+        def sample_relative(self, study, trial, search_space):
+            return None
+
+    with pytest.raises(SpecError, match="Nothing cannot serve this space: TypeError"):
+        points(sampler=Nothing(seed=0))
 
 
 def test_a_sampler_that_raises_when_it_is_told_of_trials_is_refused_before_any_trains():
