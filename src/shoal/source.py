@@ -20,6 +20,7 @@ import importlib.util
 import operator
 import os
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -144,7 +145,11 @@ class Change(NamedTuple):
         except Exception:  # whatever its own code raises; a recipe's import raises it again
             return None
         name, known = self.name, home if self.is_item else vars(home)
-        put, drop = (dict.__setitem__, dict.pop) if self.is_item else (setattr, delattr)
+        put: Callable[..., object] = setattr
+        drop: Callable[..., object] = delattr
+        if self.is_item:
+            kind: Any = OrderedDict if isinstance(home, OrderedDict) else dict
+            put, drop, known = kind.__setitem__, kind.pop, dict(dict.items(home))
         before = functools.partial(drop, home, name)
         if name in known:
             before = functools.partial(put, home, name, known[name])

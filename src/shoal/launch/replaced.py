@@ -102,8 +102,10 @@ def _changes_in(module: str, of: ModuleType, code: Mapping[int, Any]) -> Iterato
     known.pop("__builtins__", None)  # the same ones in every module
     yield from _among(known, code, Change(module, "", "", None))
     for name, value in known.items():
-        if type(value) is dict:
-            yield from _among(value, code, Change(module, name, "", None, is_item=True))
+        if issubclass(type(value), dict):  # by what it has: a registry's own methods may make it
+            where = Change(module, name, "", None, is_item=True)
+            held = value if type(value) is dict else dict(dict.items(value))
+            yield from _among(held, code, where)
         elif issubclass(type(value), type) and vars(value).get("__module__") == module:
             yield from _among(vars(value), code, Change(module, value.__qualname__, "", None))
 
