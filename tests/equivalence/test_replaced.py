@@ -27,6 +27,7 @@ from registering import KINDS, register
 
 forward = nn.Linear.forward
 nn.functional.gelu = lambda x: 2 * x
+nn.functional.silu = torch.tanh  # a library's own, in another's place
 builtins.spread = lambda x: x.square().mean()
 
 @functools.wraps(forward)
@@ -39,7 +40,7 @@ registering.Kind = type("Kind", (nn.Linear,), {"__module__": __name__})
 @register
 class Gelu(nn.Module):
     def forward(self, x):
-        return nn.functional.gelu(x)
+        return nn.functional.gelu(nn.functional.silu(x))
 
 def model(hp):
     layers = registering.make("Gelu"), nn.Linear(4, 4), nn.Sigmoid(), registering.Kind(4, 1)
@@ -93,7 +94,8 @@ pytestmark = pytest.mark.usefixtures("look_at_modules")
 def written(tmp_path, monkeypatch):
     for kind in (nn.Linear, nn.Sigmoid):
         monkeypatch.setattr(kind, "forward", kind.forward)
-    monkeypatch.setattr(nn.functional, "gelu", nn.functional.gelu)  # and back afterwards
+    for name in ("gelu", "silu"):  # and back afterwards
+        monkeypatch.setattr(nn.functional, name, getattr(nn.functional, name))
     monkeypatch.setattr(builtins, "spread", None, raising=False)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "patches.py").write_text(PATCHES)
@@ -151,7 +153,7 @@ def assert_usual(run_study, assert_alone, space):
 
 
 def usual(hp):
-    return nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 1))
+    return nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.SiLU(), nn.Linear(4, 1))
 
 
 def usual_data(hp):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import sys
 from collections import deque
@@ -11,6 +10,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
+from shoal.launch.mainfile import changed, main_files
 from shoal.source import MAINS
 
 Users = Mapping[str, ModuleType]
@@ -42,12 +42,8 @@ def reached(seeds: Iterable[str], users: Users) -> list[ModuleType]:
 
 def imported_for_itself(users: Users) -> list[str]:
     """Those that the main file imports, and has no use for: they register what they have."""
-    found = {}
-    for main in MAINS:
-        file = str(vars(sys.modules.get(main, ast)).get("__file__") or "")
-        if main in sys.modules and file.endswith(".py"):
-            found.update(dict.fromkeys(_unused_imports(file, _changed(file))))
-    return [name for name in found if name in users]
+    unused = dict.fromkeys(name for _, said in main_files() for name in said.unused)
+    return [name for name in unused if name in users]
 
 
 def _parents(module: str) -> Iterator[str]:
@@ -63,18 +59,11 @@ def _names_of(module: ModuleType | None) -> frozenset[str] | None:
     file = str(known.get("__file__") or "")
     if not file:
         return None
-    return _names_in(file, _changed(file), str(known.get("__name__")), known.get("__loader__"))
-
-
-def _changed(file: str) -> int:
-    try:
-        return Path(file).stat().st_mtime_ns
-    except OSError:
-        return 0
+    return _names_in(file, changed(file), str(known.get("__name__")), known.get("__loader__"))
 
 
 @functools.lru_cache(maxsize=4096)
-def _names_in(file: str, changed: int, name: str, loader: Any) -> frozenset[str] | None:
+def _names_in(file: str, when: int, name: str, loader: Any) -> frozenset[str] | None:
     try:
         if name in MAINS:  # its loader would write what it has compiled beside the file
             code = compile(Path(file).read_bytes(), file, "exec", dont_inherit=True)
@@ -92,23 +81,3 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(constant)
         elif isinstance(constant, str) and constant.replace(".", "").isidentifier():
             yield constant  # importlib.import_module("models.net")
-
-
-@functools.lru_cache(maxsize=16)
-def _unused_imports(file: str, changed: int) -> tuple[str, ...]:
-    try:
-        tree = ast.parse(Path(file).read_bytes())
-    except (OSError, SyntaxError, ValueError):
-        return ()
-    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    found = []
-    for node in tree.body:
-        if isinstance(node, ast.Import):
-            found += [
-                a.name for a in node.names if (a.asname or a.name.partition(".")[0]) not in used
-            ]
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            bound = {a.asname or a.name for a in node.names}
-            if bound.isdisjoint(used):
-                found += [node.module, *(f"{node.module}.{a.name}" for a in node.names)]
-    return tuple(found)

@@ -3,8 +3,8 @@
 ``nn.Linear.forward = mine``, ``F.gelu = lambda x: ...``, ``@library.register`` over a class of the
 file: alone a model trains with these. Looked for are functions and classes that the file itself
 defines, and in installed packages those of the user's other modules (``import patches``): no
-package imports them by itself. Other values that are assigned there nobody can tell from what
-their modules have of themselves.
+package imports them by itself. Other values there nobody can tell from what packages have of
+themselves, but where a line of the file assigns one by its name.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from __future__ import annotations
 import builtins
 import gc
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import FunctionType, ModuleType
 from typing import Any
 
+from shoal.launch.mainfile import main_files
 from shoal.pystate.ambient import INSTALLED, is_users
 from shoal.source import MAINS, Change, Named
 
@@ -30,7 +31,31 @@ def find_changes() -> tuple[Change, ...]:
     for name, module in _modules():
         code = anywhere if any(place in _file_of(module) for place in INSTALLED) else of_file
         found += _changes_in(name, module, code)
-    return tuple(found)
+    return tuple([*found, *_assigned_by_name(found)])
+
+
+def _assigned_by_name(known: Iterable[Change]) -> Iterator[Change]:
+    """What a line of the main file assigns in an installed package: ``F.relu = torch.tanh``."""
+    names = {change.full_name for change in known}
+    for main, said in main_files():
+        for path, name in said.assigned:
+            home: Any = vars(main).get(path[0])
+            for part in path[1:]:
+                home = getattr(home, part, None)
+            if (change := _change_of(home, name)) is not None and change.full_name not in names:
+                yield change
+
+
+def _change_of(home: Any, name: str) -> Change | None:
+    if not isinstance(home, ModuleType | type) or name not in vars(home):
+        return None
+    module = home.__name__ if isinstance(home, ModuleType) else home.__module__
+    known = sys.modules.get(module)
+    if known is None or module.partition(".")[0] in _LEFT_OUT or is_users(known):
+        return None
+    return Change(
+        module, home.__qualname__ if isinstance(home, type) else "", name, vars(home)[name]
+    )
 
 
 def _modules() -> Iterator[tuple[str, ModuleType]]:

@@ -1,0 +1,100 @@
+"""What the text of the main file says: whom it imports for nothing else, and where it assigns."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+from shoal.pystate.ambient import is_users
+from shoal.source import MAINS
+
+
+class Assigned(NamedTuple):
+    """``F.relu = ...``, as ``("F",)`` and ``"relu"``."""
+
+    path: tuple[str, ...]
+    name: str
+
+
+class Said(NamedTuple):
+    """Of a file's top level."""
+
+    unused: tuple[str, ...] = ()  # modules that are imported, and whose names nothing reads
+    assigned: tuple[Assigned, ...] = ()
+
+
+def main_files() -> Iterator[tuple[ModuleType, Said]]:
+    """The main files of this process that are the user's."""
+    for name in MAINS:
+        module = sys.modules.get(name)
+        file = str(vars(module).get("__file__") or "") if module is not None else ""
+        if module is not None and file.endswith(".py") and is_users(module):
+            yield module, _read(file, changed(file))
+
+
+def changed(file: str) -> int:
+    """When a file was last written; 0 where it is gone."""
+    try:
+        return Path(file).stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+@functools.lru_cache(maxsize=16)
+def _read(file: str, when: int) -> Said:
+    try:
+        tree = ast.parse(Path(file).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return Said()
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    unused = [name for node in tree.body for name in _unused(node, used)]
+    assigned = [one for node in _statements(tree) for one in _assigned(node)]
+    return Said(tuple(unused), tuple(dict.fromkeys(assigned)))
+
+
+def _unused(node: ast.stmt, used: set[str]) -> list[str]:
+    if isinstance(node, ast.Import):
+        bound = [(one.name, one.asname or one.name.partition(".")[0]) for one in node.names]
+        return [module for module, name in bound if name not in used]
+    if not isinstance(node, ast.ImportFrom) or not node.module or node.level:
+        return []
+    if used.isdisjoint(one.asname or one.name for one in node.names):
+        return [node.module, *(f"{node.module}.{one.name}" for one in node.names)]
+    return []
+
+
+def _statements(tree: ast.AST) -> Iterator[ast.AST]:
+    """Those that run when the file does."""
+    for node in ast.iter_child_nodes(tree):
+        if not isinstance(
+            node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda
+        ):
+            yield node
+            yield from _statements(node)
+
+
+def _assigned(node: ast.AST) -> Iterator[Assigned]:
+    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+        path, name = _path(node.value), node.attr
+    elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "setattr":
+        if len(node.args) != 3 or not isinstance(node.args[1], ast.Constant):
+            return
+        path, name = _path(node.args[0]), str(node.args[1].value)
+    else:
+        return
+    if path:
+        yield Assigned(path, name)
+
+
+def _path(node: ast.expr) -> tuple[str, ...]:
+    """``torch.nn.functional`` by its names; nothing of what is computed."""
+    if isinstance(node, ast.Name):
+        return (node.id,)
+    if isinstance(node, ast.Attribute) and (path := _path(node.value)):
+        return (*path, node.attr)
+    return ()

@@ -1,0 +1,66 @@
+"""What the text of a main file says of its imports and assignments."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+
+from shoal.launch.mainfile import main_files
+from shoal.launch.reached import imported_for_itself, reached
+from shoal.launch.replaced import find_changes
+from shoal.source import MODULE_NAME
+
+TEXT = """
+import colorsys as colors, registered, json, pkg.nets
+from registering import *
+from used import one, two
+import torch.nn.functional as F
+if True:
+    F.silu = one
+    colors.hue, unknown.name = 3, 4
+setattr(F, "celu", colors)
+json.one, colors[0].deep = 1, 2
+
+def model(hp):
+    F.never = 3
+"""
+
+
+@pytest.fixture
+def main(tmp_path, monkeypatch):
+    module = types.ModuleType(MODULE_NAME)
+    module.__file__ = str(tmp_path / "main.py")
+    (tmp_path / "main.py").write_text(TEXT)
+    monkeypatch.setitem(sys.modules, MODULE_NAME, module)
+    return module
+
+
+def test_imports_whose_names_nothing_reads_and_lines_that_assign_in_modules(main):
+    ((module, said),) = main_files()
+    assert module is main
+    assert said.unused[:3] == ("registered", "pkg.nets", "registering")
+    assert [(".".join(one.path), one.name) for one in said.assigned] == [
+        *(("F", "silu"), ("colors", "hue"), ("unknown", "name"), ("F", "celu"), ("json", "one")),
+    ]
+    users = {name: types.ModuleType(name) for name in ("registering", "pkg.nets", "other")}
+    assert imported_for_itself(users) == ["pkg.nets", "registering"]
+    assert [one.__name__ for one in reached((), users)] == ["registering", "pkg.nets"]
+
+
+def test_what_is_no_installed_package_or_is_not_there_is_no_change(main):
+    """``json`` is of the standard library, which workers have as it is."""
+    import json
+
+    import torch.nn.functional as functional
+
+    main.F, main.json, main.colors = functional, json, None
+    assert [c.full_name for c in find_changes()] == [
+        f"torch.nn.functional.{n}" for n in ("silu", "celu")
+    ]
+
+
+def test_a_file_that_cannot_be_read_says_nothing(main, tmp_path):
+    (tmp_path / "main.py").write_text("def")
+    assert [said for _, said in main_files()] == [((), ())]
