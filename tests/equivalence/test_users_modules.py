@@ -145,3 +145,32 @@ def test_of_what_cannot_travel_the_modules_own_is_not_blamed(write, run_study):
     study = load_study(write(text)).study
     with pytest.raises(shoal.SpecError, match=r"loss=.* the global 'mine'"):
         run_study(study.recipe, study.space, steps=1)
+
+
+PACKAGE = """
+class Cfg:
+    width = 4
+
+cfg = Cfg()
+
+def width():
+    return cfg.width
+"""
+
+
+@pytest.mark.parametrize("line", ["from package import cfg as own", "own = package.cfg"])
+def test_an_object_of_a_package_that_the_file_names_is_the_packages(
+    line, write, run_study, tmp_path, monkeypatch
+):
+    """Installed packages stay as they are, but for what the file may have changed of them."""
+    home = tmp_path / "site-packages"
+    home.mkdir()
+    (home / "package.py").write_text(PACKAGE)
+    monkeypatch.syspath_prepend(home)
+    model = 'own.width = hp["width"]; cfg.width = package.width(); return Net()'
+    study = load_study(
+        write(HEAD.format(imports=f"from net import Net\nimport package\n{line}", model=model))
+    ).study
+    report = run_study(study.recipe, study.space, steps=2)
+    sys.modules.pop("package")
+    assert sorted(trial.load().first.weight.shape[0] for trial in report.trials) == [3, 6]

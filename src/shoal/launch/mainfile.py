@@ -21,11 +21,21 @@ class Assigned(NamedTuple):
     name: str
 
 
+class Imported(NamedTuple):
+    """``from module import name as bound``."""
+
+    module: str
+    name: str
+    bound: str
+
+
 class Said(NamedTuple):
     """Of a file's top level."""
 
     unused: tuple[str, ...] = ()  # modules that are imported, and whose names nothing reads
     assigned: tuple[Assigned, ...] = ()
+    imported: tuple[Imported, ...] = ()
+    paths: tuple[tuple[str, ...], ...] = ()  # of attributes, in lines that run when the file does
 
 
 def main_files() -> Iterator[tuple[ModuleType, Said]]:
@@ -53,8 +63,11 @@ def _read(file: str, when: int) -> Said:
         return Said()
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     unused = [name for node in tree.body for name in _unused(node, used)]
-    assigned = [one for node in _statements(tree) for one in _assigned(node)]
-    return Said(tuple(unused), tuple(dict.fromkeys(assigned)))
+    nodes = list(_statements(tree))
+    assigned = dict.fromkeys(one for node in nodes for one in _assigned(node))
+    imported = dict.fromkeys(one for node in nodes for one in _imported(node))
+    paths = dict.fromkeys(_path(node) for node in nodes if isinstance(node, ast.Attribute))
+    return Said(tuple(unused), tuple(assigned), tuple(imported), tuple(filter(None, paths)))
 
 
 def _unused(node: ast.stmt, used: set[str]) -> list[str]:
@@ -76,6 +89,12 @@ def _statements(tree: ast.AST) -> Iterator[ast.AST]:
         ):
             yield node
             yield from _statements(node)
+
+
+def _imported(node: ast.AST) -> Iterator[Imported]:
+    if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+        for one in node.names:
+            yield Imported(node.module, one.name, one.asname or one.name)
 
 
 def _assigned(node: ast.AST) -> Iterator[Assigned]:

@@ -19,7 +19,7 @@ from torch._library.custom_ops import CustomOpDef
 from shoal.core.closures import closed_over
 from shoal.core.errors import SpecError
 from shoal.core.units import format_bytes
-from shoal.launch.reached import imported_for_itself, reached
+from shoal.launch.reached import imported_for_itself, named_objects, reached
 from shoal.launch.replaced import users_modules
 from shoal.pystate.arriving import arrive
 from shoal.pystate.modulestate import ModuleState
@@ -96,7 +96,7 @@ class _Arriving:
 
     def _packed(self, modules: list[ModuleType]) -> tuple[ModuleState, io.BytesIO, _Pickler]:
         """What is in there, but for what those modules hold."""
-        state, file = ModuleState(modules), io.BytesIO()
+        state, file = ModuleState(modules, named_objects()), io.BytesIO()
         pickler = _Pickler(file, state.numbers)
         pickler.dump(self.packed)
         return state, file, pickler

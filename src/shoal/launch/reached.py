@@ -7,11 +7,14 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from shoal.launch.mainfile import changed, main_files
+from shoal.launch.replaced import LEFT_OUT
+from shoal.pystate.ambient import is_users
 from shoal.source import MAINS
+from shoal.spelled import LIBRARIES
 
 Users = Mapping[str, ModuleType]
 """The user's modules by name, in the order in which they were imported."""
@@ -44,6 +47,34 @@ def imported_for_itself(users: Users) -> list[str]:
     """Those that the main file imports, and has no use for: they register what they have."""
     unused = dict.fromkeys(name for _, said in main_files() for name in said.unused)
     return [name for name in unused if name in users]
+
+
+def named_objects() -> Iterator[tuple[ModuleType, str]]:
+    """Objects of installed packages that lines of a main file name, with where they are.
+
+    ``from package.config import cfg``, ``package.config.cfg.width = 128``: it may have changed
+    them.
+    """
+    for main, said in main_files():
+        held = vars(main)
+        for module, name, bound in said.imported:
+            home = sys.modules.get(module)
+            if home is not None and vars(home).get(name, home) is held.get(bound):
+                yield from _in_package(home, name)
+        for first, *path in said.paths:
+            home, names = held.get(first), deque(path)
+            while names and isinstance(home, ModuleType):
+                name = names.popleft()
+                yield from _in_package(home, name)
+                home = vars(home).get(name)
+
+
+def _in_package(home: ModuleType, name: str) -> Iterator[tuple[ModuleType, str]]:
+    if name not in vars(home) or sys.modules.get(home.__name__) is not home:
+        return
+    is_left_out = home.__name__.partition(".")[0] in LEFT_OUT | LIBRARIES or is_users(home)
+    if not is_left_out and not isinstance(vars(home)[name], ModuleType | type | FunctionType):
+        yield home, name
 
 
 def _parents(module: str) -> Iterator[str]:

@@ -20,7 +20,7 @@ from shoal.launch.mainfile import main_files
 from shoal.pystate.ambient import INSTALLED, is_users
 from shoal.source import MAINS, Change, Named
 
-_LEFT_OUT = frozenset((*sys.stdlib_module_names, "shoal", "__mp_main__", *MAINS))
+LEFT_OUT = frozenset((*sys.stdlib_module_names, "shoal", "__mp_main__", *MAINS))
 
 
 def find_changes() -> tuple[Change, ...]:
@@ -51,7 +51,7 @@ def _change_of(home: Any, name: str) -> Change | None:
         return None
     module = home.__name__ if isinstance(home, ModuleType) else home.__module__
     known = sys.modules.get(module)
-    if known is None or module.partition(".")[0] in _LEFT_OUT or is_users(known):
+    if known is None or module.partition(".")[0] in LEFT_OUT or is_users(known):
         return None
     return Change(
         module, home.__qualname__ if isinstance(home, type) else "", name, vars(home)[name]
@@ -61,7 +61,7 @@ def _change_of(home: Any, name: str) -> Change | None:
 def _modules() -> Iterator[tuple[str, ModuleType]]:
     for name, module in list(sys.modules.items()):
         is_itself = isinstance(module, ModuleType) and vars(module).get("__name__") == name
-        if is_itself and name.partition(".")[0] not in _LEFT_OUT:
+        if is_itself and name.partition(".")[0] not in LEFT_OUT:
             yield name, module
 
 

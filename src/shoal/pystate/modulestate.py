@@ -61,18 +61,26 @@ _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class statement made it
 
 
 class ModuleState:
-    """What modules hold, and the objects in it, by the numbers that ``numbers`` has for them."""
+    """What modules hold, and the objects in it, by the numbers that ``numbers`` has for them.
 
-    def __init__(self, modules: Iterable[types.ModuleType]) -> None:
-        room, values = ROOM, {}
-        for module in modules:
-            held = {}
-            for name, value in values_of(module):
-                size = _size(value)
-                if size is not None and size <= room:
-                    held[name], room = value, room - size
-            if held:
-                values[module.__name__] = held
+    Args:
+        named: Values of other modules, by where they are.
+    """
+
+    def __init__(
+        self,
+        modules: Iterable[types.ModuleType],
+        named: Iterable[tuple[types.ModuleType, str]] = (),
+    ) -> None:
+        room = ROOM
+        values: dict[str, dict[str, Any]] = {}
+        all_values = [(one, name, value) for one in modules for name, value in values_of(one)]
+        all_values += [(one, name, vars(one)[name]) for one, name in named]
+        for module, name, value in all_values:
+            size = _size(value)
+            if size is not None and size <= room:
+                values.setdefault(module.__name__, {})[name] = value
+                room -= size
         file = io.BytesIO()
         pickler = _Pickler(file)
         pickler.dump(values)

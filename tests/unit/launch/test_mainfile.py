@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from shoal.launch.mainfile import main_files
+from shoal.launch.mainfile import Said, main_files
 from shoal.launch.reached import imported_for_itself, reached
 from shoal.launch.replaced import find_changes
 from shoal.source import MODULE_NAME
@@ -63,4 +63,4 @@ def test_what_is_no_installed_package_or_is_not_there_is_no_change(main):
 
 def test_a_file_that_cannot_be_read_says_nothing(main, tmp_path):
     (tmp_path / "main.py").write_text("def")
-    assert [said for _, said in main_files()] == [((), ())]
+    assert [said for _, said in main_files()] == [Said()]
