@@ -191,7 +191,7 @@ class Slots:
         raise Disagreement(
             f"{_name(function)} makes a Python {type(first).__name__} of a tensor, and the slots "
             "differ in it: control flow that depends on the data.",
-            _alike(values, asked) if isinstance(first, NUMBERS) else (),
+            _alike(values if isinstance(first, NUMBERS) else [*map(id, values)], asked),
         )
 
 
