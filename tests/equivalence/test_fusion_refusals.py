@@ -117,7 +117,7 @@ def batches(width=3):
         (draws_numpy, "draws from NumPy, which has one stream for all slots"),
         (branches, "control flow that depends on the data"),
         pytest.param(checkpoints, "runs again in the backward", marks=NEWER),
-        (writes_behind, "one step as an array is not the step alone"),
+        (writes_behind, "it gives a tensor other memory by .data"),
     ],
 )
 def test_a_model_with_an_odd_forward_is_declined_with_the_reason(odd, reason):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from shoal.fusion.crew import Crew, Trained, taking_part
 from shoal.fusion.declined import Declined
-from shoal.fusion.installed import frozen_stay
+from shoal.fusion.installed import weights_stay
 from shoal.fusion.launcher import ByCode, Launcher, LonePass
 from shoal.fusion.loop import LoopBackend, alone
 
@@ -70,7 +70,7 @@ class BranchesBackend(LoopBackend):
         with (
             launcher.lane(slot, beside=False),
             alone(crew, slot) as member,
-            frozen_stay(member.module.parameters()),
+            weights_stay(member.module.parameters()),
         ):
             return passes.backward(batch)
 

@@ -49,3 +49,8 @@ FROZEN = (
     "parameters were frozen or unfrozen while it trained, and those of an array are trained in "
     "all slots or in none"
 )
+
+REPLACED = (
+    "the forward gave a weight other values by .data, or put another one in its place, and that "
+    "of an array is a row of all trials' (write into it, under torch.no_grad)"
+)

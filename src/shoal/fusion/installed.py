@@ -7,8 +7,12 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch._C import _functorch as _stubbed
 
-from shoal.fusion.declined import FROZEN, Declined
+from shoal.fusion.declined import FROZEN, REPLACED, Declined
+from shoal.fusion.likeness import same_bits
+
+_functorch: Any = _stubbed  # its annotations lag behind it
 
 
 class Place(NamedTuple):
@@ -52,20 +56,25 @@ def installed(places: Places, tensors: Mapping[str, Tensor]) -> Iterator[dict[st
     into it leaves the new value there, by its first name.
 
     Raises:
-        Declined: parameters that were frozen are to be trained now.
+        Declined: parameters that were frozen are to be trained now, or others are in their places.
     """
     every = [*places.parameters, *places.buffers]
     before = [place.store[place.key] for place in every]
+    lying = {place.owner: _memory(tensors[place.owner]) for place in places.buffers}
     replaced: dict[str, Tensor] = {}
     try:
         for place in every:
             place.store[place.key] = tensors[place.owner]
         _refresh(places.recurrent)
-        with frozen_stay([tensors[place.owner] for place in places.parameters]):
+        with weights_stay([tensors[place.owner] for place in places.parameters]):
             yield replaced
+        if any(at.store.get(at.key) is not tensors[at.owner] for at in places.parameters):
+            raise Declined(REPLACED)
         for place in places.buffers:
             now = place.store.get(place.key)
-            if now is not tensors[place.owner] and now is not None:
+            if now is None:
+                continue
+            if now is not tensors[place.owner] or _memory(now) != lying[place.owner]:
                 replaced[place.owner] = now
     finally:
         for place, tensor in zip(every, before, strict=True):
@@ -81,6 +90,11 @@ def swap_buffers(module: nn.Module, by_id: Mapping[int, Tensor]) -> None:
                 child._buffers[key] = by_id.get(id(held), held)
 
 
+def _memory(tensor: Tensor) -> int:
+    """Where a row of a tensor lies; 0 for all slots' at once, which stays there."""
+    return 0 if _functorch.is_batchedtensor(tensor) else tensor.data_ptr()
+
+
 @contextmanager
 def frozen_stay(parameters: Iterable[Tensor]) -> Iterator[None]:
     """What is frozen is so afterwards: an array has no gradients for it.
@@ -92,6 +106,24 @@ def frozen_stay(parameters: Iterable[Tensor]) -> Iterator[None]:
     yield
     if freeze_again(frozen):
         raise Declined(FROZEN)
+
+
+@contextmanager
+def weights_stay(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """The same, and rows are where they were, or at least their values are.
+
+    Raises:
+        Declined: one has others now, in memory of its own, where nobody would find them again.
+    """
+    every = list(parameters)
+    # ``SlotMode`` lets nobody set ``.data`` of what has all slots' values
+    held = [(p, p.data) for p in every if not _functorch.is_batchedtensor(p)]
+    with frozen_stay(every):
+        yield
+    for parameter, data in held:
+        if parameter.data_ptr() != data.data_ptr() and not same_bits(parameter, data):
+            parameter.data = data
+            raise Declined(REPLACED)
 
 
 def freeze_again(frozen: Iterable[Tensor]) -> bool:

@@ -7,7 +7,7 @@ whose code raised, and what the stacked backend is compared with.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ from shoal.fusion.declined import Declined
 from shoal.fusion.installed import freeze_again, frozen_stay
 from shoal.fusion.laidup import put_back
 from shoal.fusion.member import Member, in_streams
+from shoal.habits import kept_in_place
 from shoal.recipe import autocast, loss_and_output
 from shoal.rng import RngState
 
@@ -77,12 +78,14 @@ def lone_pass(member: Member, batch: Any, device: torch.device) -> tuple[Any, Te
 def alone(crew: Crew, slot: int, *, is_whole: bool = True) -> Iterator[Member]:
     """A slot's member with its random streams in place; streams and buffers stay its own.
 
-    What its model lays up is gone afterwards (``laidup.py``), but where it is no whole pass.
+    What is given to weights by ``.data`` is in their rows afterwards, and what its model lays up
+    is gone (``laidup.py``), but where it is no whole pass.
     """
     member = crew.members[slot]
     is_own = member.recipe.step is not None  # which may set what it likes
     holders = crew.holders(slot) if is_whole and not is_own else ()
-    with torch_streams_of(crew, slot), put_back(holders):
+    weights = dict(member.module.named_parameters()) if is_whole else {}
+    with torch_streams_of(crew, slot), put_back(holders), kept_in_place(weights):
         yield member
     crew.stacked.put_buffers(slot, member.module)
 
@@ -104,13 +107,24 @@ def current_rng(crew: Crew, slot: int) -> RngState:
     return RngState(host, before.python, before.numpy, local)
 
 
+@contextmanager
+def _given_back(weights: Iterable[Tensor]) -> Iterator[None]:
+    """Weights that are given other memory by ``.data`` have their own afterwards, as it was."""
+    own = [(weight, weight.data) for weight in weights]
+    try:
+        yield
+    finally:
+        for weight, data in own:
+            weight.data = data
+
+
 def error_alone(crew: Crew, slot: int, batch: Any) -> BaseException | None:
     """What a slot's forward raises alone, if it does; nothing is changed by it."""
     member, rng = crew.members[slot], current_rng(crew, slot)
     before = [(buffer, buffer.clone()) for buffer in member.module.buffers()]
     frozen = [p for p in member.module.parameters() if not p.requires_grad]
     try:
-        with torch.no_grad(), alone(crew, slot):
+        with torch.no_grad(), alone(crew, slot), _given_back(member.module.parameters()):
             lone_pass(member, batch, crew.device)
     except (Exception, SystemExit) as error:
         return error

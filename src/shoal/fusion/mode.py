@@ -22,6 +22,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from shoal.fusion.declined import Unbatched
 from shoal.fusion.level import plainly
 from shoal.fusion.ownfunctions import functions_by_slot
 from shoal.fusion.perslot import PerSlot
@@ -68,6 +69,9 @@ MIXED = frozenset((torch.layer_norm, torch.group_norm))
 FREEZING = frozenset((Tensor.requires_grad_, Tensor.requires_grad.__set__))  # type: ignore[attr-defined]
 """Has a parameter trained from now on, or not; or a batch's tensor keep its gradient."""
 
+REPLACING = Tensor.data.__set__  # type: ignore[attr-defined]
+"""Gives a tensor other memory. Slot by slot that would be the memory of a row's alias."""
+
 HALF = (torch.bfloat16, torch.float16)
 
 UNTOUCHED = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
@@ -110,6 +114,8 @@ class SlotMode(TorchFunctionMode):
                 return result
         if func in READING:
             return self._slots.each(func, args, kwargs)
+        if func == REPLACING and self._slots.has_values(args[0]):
+            raise Unbatched("it gives a tensor other memory by .data.")
         if func in FREEZING and self._slots.asks_gradient(*args, **kwargs):
             return args[0]
         if func in DRAWING:
