@@ -169,7 +169,8 @@ def _build(source: _Source, candidate: Candidate) -> Chain:
         raise NotCuttable(f"its rehearsal failed: {str(error).removesuffix('.')}") from error
     owners = find_owners(chain.model, record, rehearsal.recorder)
     finders = frozenset(fields_holding(source.recipe, source.model))
-    return replace(chain, owners=owners, record=replace(record, made={}), finders=finders)
+    record = replace(record, made={})
+    return replace(chain, owners=owners, record=record, finders=finders).watched()
 
 
 def _record(source: _Source, candidate: Candidate) -> Record:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from shoal.partition.callsheet import CallSheet, leaf_wires
 from shoal.partition.evaluated import may_stand_for
 from shoal.partition.glue import Skeleton, run_epilogue, run_head
 from shoal.partition.owners import AwayGuard, Owners
-from shoal.partition.preserve import Unwritten
+from shoal.partition.preserve import Unwritten, WeightPlace, weight_places, weights_stay
 from shoal.partition.record import Record
 from shoal.partition.template import Constant, Shape, Template, flatten
 from shoal.partition.wires import Touch, Wire, Wires
@@ -52,6 +52,7 @@ class Chain:
     the caller's; ``units`` has the two units a worker runs. ``around`` is entered for each layer
     while it runs: for who has the weights of one layer at a time. ``finders`` are fields of
     the recipe whose code finds the model by itself: it must read no weights that are away.
+    ``places`` are those of each layer's weights, where one of them has to stay as it is.
     """
 
     skeleton: Skeleton
@@ -62,6 +63,7 @@ class Chain:
     on_close: list[Callable[[], None]] = field(default_factory=list)
     around: Callable[[int], AbstractContextManager[object]] = nullcontext
     finders: frozenset[str] = frozenset()
+    places: Sequence[Sequence[WeightPlace]] = ()
 
     @property
     def model(self) -> nn.Module:
@@ -117,6 +119,11 @@ class Chain:
     def changing_buffers(self, layer: int) -> tuple[str, ...]:
         """Names of the buffers that a training forward of ``layer`` changes."""
         return self.record.changing_buffers.get(layer, ())
+
+    def watched(self) -> Chain:
+        """This chain, whose forwards are not to write to weights but as the pilot's did."""
+        each = (self.parameters_in(layer, layer + 1) for layer in range(self.num_layers))
+        return replace(self, places=[weight_places(self.model, names) for names in each])
 
     def unwritten(self, start: int, stop: int) -> Unwritten:
         """The buffers that no training forward of layers [start, stop) was seen to change."""
@@ -213,11 +220,14 @@ class Chain:
             TrialError: this batch makes the forward do other things than the pilot's did.
         """
         if start == 0:
-            return loss_and_output(self.recipe, self.model, micro.batch)
+            with ExitStack() as stack:
+                for layer in range(self.num_layers):
+                    stack.enter_context(self._weights_stay(layer))
+                return loss_and_output(self.recipe, self.model, micro.batch)
         alive = self._enter(micro, start, wires)
         for layer in range(start, self.num_layers - 1):
             self._run_layer(micro, layer, alive, None)
-        with self.around(self.num_layers - 1):
+        with self.around(self.num_layers - 1), self._weights_stay(self.num_layers - 1):
             return run_epilogue(
                 self.skeleton,
                 _sheet_of(micro),
@@ -265,12 +275,21 @@ class Chain:
     ) -> None:
         """Run one layer; what it makes comes alive, what nothing reads any more goes."""
         section = self.skeleton.sections.headed_by(layer)
-        with self.around(layer):
+        with self.around(layer), self._weights_stay(layer):
             if section is None:
                 self._run_block(micro, layer, alive)
                 return
             self._run_head(micro, section, alive, on_resume)
         _let_go(_sheet_of(micro), layer, alive)
+
+    def _weights_stay(self, layer: int) -> AbstractContextManager[None]:
+        """What a layer does to its weights is nothing that it did not do in the pilot.
+
+        Raises:
+            TrialError: it writes to others.
+        """
+        places = self.places[layer] if self.places else ()
+        return weights_stay(places, self.record.written)
 
     def _run_head(
         self, micro: Micro, section: int, alive: Wires, on_resume: Callable[[], None] | None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -193,6 +193,42 @@ class Unwritten:
                     "each training forward write to it, also what it holds, or train this model "
                     "unsharded."
                 )
+
+
+WeightPlace = tuple[dict[str, Any], str, str]
+"""Where a module keeps a parameter: ``store[key]``, and its whole name."""
+
+
+def weight_places(model: nn.Module, names: Iterable[str]) -> tuple[WeightPlace, ...]:
+    """Where these parameters are."""
+    placed = ((*_place_of(model, name), name) for name in names)
+    return tuple((owner._parameters, key, name) for owner, key, name in placed)
+
+
+@contextmanager
+def weights_stay(places: Iterable[WeightPlace], but: Collection[str]) -> Iterator[None]:
+    """A forward whose weights have a home elsewhere, where only those in ``but`` are taken back.
+
+    What is written through ``.data`` where it lies is not seen.
+
+    Raises:
+        TrialError: it wrote to another one, gave it other values, or put another in its place.
+    """
+    before: list[tuple[WeightPlace, Any, Tensor, int]] = [
+        (place, weight, weight.data, weight._version)
+        for place in places
+        if (weight := place[0].get(place[1])) is not None
+    ]
+    yield
+    for (store, key, name), weight, data, version in before:
+        is_written = weight._version != version and name not in but
+        if is_written or has_other(weight, data) or store.get(key) is not weight:
+            raise TrialError(
+                f"the forward wrote to the weight {name!r}, or gave it other values, which it did "
+                "not in the first forward, and the model is cut: it would be lost, or done twice "
+                "where a forward runs again. Do that after the optimizer's step, in a class or a "
+                "hook of the optimizer's, or train this model unsharded."
+            )
 
 
 def _held_in(place: tuple[dict[str, Tensor | None], str, str]) -> Tensor | None:

@@ -23,7 +23,7 @@ def transplanted(chain: Chain, model: nn.Module, recipe: Recipe) -> Chain:
     skeleton = replace(skeleton, model=model, recipe=recipe, blocks=blocks, outside=outside)
     # Which modules it called was asked for while the chain was made.
     record = replace(chain.record, blocks=blocks, outside=outside, called=())
-    return replace(chain, skeleton=skeleton, record=record, on_close=[])
+    return replace(chain, skeleton=skeleton, record=record, on_close=[], places=())
 
 
 def obstacle(chain: Chain) -> str:

@@ -1,4 +1,4 @@
-"""Buffers that no forward wrote to so far: who runs one again hears of it where one does."""
+"""Buffers and weights that no forward wrote to so far: who runs one again hears of it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import nn
 
 from shoal.core.errors import TrialError
 from shoal.partition.build import build_chain
+from shoal.partition.drive import every_layer, sharded_backward, sharded_evaluation
 from shoal.partition.preserve import Unwritten
 from shoal.recipe import Recipe
 
@@ -74,3 +75,68 @@ def test_a_norm_that_blocks_share_is_known_to_change_in_each_of_them():
     chain = build_chain(model, recipe, batch, torch.device("cpu"))
     with chain.unwritten(2, 3).required():
         model[1](*batch)
+
+
+# -- weights -----------------------------------------------------------------------------------
+
+
+class Clamping(nn.Module):
+    """From some moment on its forward keeps its weights small."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.clamp = nn.Linear(4, 4), None
+
+    def forward(self, x):
+        if self.clamp is not None:
+            self.clamp(self.linear)
+        return self.linear(x)
+
+
+def by_data(linear, limit=0.1):
+    linear.weight.data = linear.weight.data.clamp(-limit, limit)
+
+
+def in_place(linear):
+    with torch.no_grad():
+        linear.weight.clamp_(-0.1, 0.1)
+
+
+def by_another(linear):
+    linear.weight = nn.Parameter(linear.weight.detach().clamp(-0.1, 0.1))
+
+
+def chain_of(*blocks):
+    model = nn.Sequential(nn.Linear(4, 4), *blocks, nn.Linear(4, 2))
+    recipe = Recipe(model=lambda hp: model, data=lambda hp: None, loss=lambda y, batch: y.sum())
+    return build_chain(model, recipe, (torch.randn(3, 4),), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("clamp", [by_data, in_place, by_another])
+@pytest.mark.parametrize("run", [sharded_backward, sharded_evaluation])
+def test_a_block_that_comes_to_write_to_its_weights_is_named(run, clamp):
+    chain, batch = chain_of(Clamping(), Clamping()), (torch.randn(3, 4),)
+    run(chain, batch, every_layer(chain))
+    chain.model[2].clamp = clamp
+    with pytest.raises(TrialError, match=r"wrote to the weight '2\.linear\.weight'.* optimizer's"):
+        run(chain, batch, every_layer(chain))
+
+
+def test_one_whose_weights_have_the_same_values_elsewhere_goes_on():
+    chain, batch = chain_of(Clamping(), Clamping()), (torch.randn(3, 4),)
+    chain.model[2].clamp = lambda linear: by_data(linear, 10.0)
+    sharded_backward(chain, batch, every_layer(chain))
+
+
+def test_max_norm_may_write_as_it_did():
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words = nn.Embedding(3, 4, max_norm=0.5)
+
+        def forward(self, x):
+            return x + self.words(torch.arange(3))
+
+    chain, batch = chain_of(Words(), Words()), (torch.randn(3, 4),)
+    for _ in range(2):
+        sharded_backward(chain, batch, every_layer(chain))

@@ -159,7 +159,7 @@ class OddSlots:
         member = self._crew().members[slot]
         known = self._lone.get(slot)
         if known is None or known[0] is not member:
-            chain = transplanted(self._chain, member.module, member.recipe)
+            chain = transplanted(self._chain, member.module, member.recipe).watched()
             units = ChainUnits(chain, member.recipe, self._spans, self._chain.device, self._route)
             self._lone[slot] = known = member, units
         return known[1]

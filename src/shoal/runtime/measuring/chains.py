@@ -61,7 +61,7 @@ class Chains:
         found = self._known.get(key)
         if found is None or found.caches_off != caches_off:
             return None
-        chain = transplanted(found, model, recipe)
+        chain = transplanted(found, model, recipe).watched()
         if not caches_off:
             return chain
         restore, notes = without_caches(model)
