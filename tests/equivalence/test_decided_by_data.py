@@ -129,6 +129,22 @@ def late(hp):
     return nn.Sequential(Late(), nn.Dropout(0.2), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3))
 
 
+class Capped(Late):
+    """After some passes it asks which is larger of two numbers that each trial has its own of."""
+
+    def __init__(self, cap):
+        super().__init__()
+        self.cap, self.least = float(cap), 2.5
+
+    def forward(self, x):
+        out = super().forward(x)
+        return out * max(self.cap, self.least) if self.passes > SOON else out
+
+
+def capped(hp):
+    return nn.Sequential(Capped(hp["cap"]), nn.Linear(WIDTH, 3))
+
+
 def late_by_numpy(hp):
     return nn.Sequential(OfArray(), nn.Linear(WIDTH, 3))
 
@@ -204,6 +220,15 @@ def test_where_each_goes_its_own_way_in_every_step_they_go_on_alone(run_study):
     report = run_study(recipe, SPACE, epochs=8, fuse=3)
     told = [str(key["array"]) for key in keys(report)]
     assert all("; for good from step 1" in one for one in told), told
+    squads.assert_verified(report, recipe)
+
+
+def test_where_trials_come_to_answer_otherwise_by_their_own_numbers_they_go_on_alone(run_study):
+    recipe = dataclasses.replace(RECIPE, model=capped)
+    space = shoal.grid(lr=[1e-2], cap=[1.5, 3.5, 2.25])
+    report = run_study(recipe, space, epochs=6, fuse=3)
+    told = [str(key["array"]) for key in keys(report)]
+    assert all("; for good from step" in one for one in told), told
     squads.assert_verified(report, recipe)
 
 

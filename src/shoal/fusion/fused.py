@@ -24,7 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from shoal.frames import user_line
 from shoal.fusion.batches import combined
 from shoal.fusion.crew import Crew, Evaluated, Steps, Trained, Undo, idle_slots, taking_part
-from shoal.fusion.declined import Declined, Disagreement, Unbatched, answers_of
+from shoal.fusion.declined import Declined, Disagreement, Unbatched
 from shoal.fusion.idle import nothing_for_idle
 from shoal.fusion.level import Level, entered
 from shoal.fusion.loop import error_alone
@@ -303,7 +303,8 @@ class StackedBackend:
         reason, known = _reason(error), self._known_of(crew)
         if reason is None and self._doubted is not None:
             raise error
-        if crew.looped is not None and answers_of(error):
+        is_by_data = isinstance(error, Disagreement) and not isinstance(error, Unbatched)
+        if crew.looped is not None and is_by_data:
             raise error  # to loop a part now would round otherwise in all slots
         writes = _writes_what_is_shared(error, reason)
         if writes and not known.own_factories:
@@ -327,7 +328,7 @@ class StackedBackend:
         known.looped.append(part)
         self._doubted = part if reason is None else None
         words = reason or f"{type(error).__name__}: {first_line(error)}"
-        if isinstance(error, Disagreement) and not isinstance(error, Unbatched):
+        if is_by_data:
             known.by_data.append(part)
         known.notes.append(f"{part!r} runs slot by slot: {words}")
 
