@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "shoal"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 LONGEST_FILE = 600
+RUNS = {"not clock": "many", "tests/chaos": "clock", "tests/gpu": "gpu"}  # of scripts/test
 # Everything that decides or is read by a screen: must work, and start fast, without torch.
 PURE = (
     "shoal.core.errors",
@@ -141,6 +142,32 @@ def test_starting_the_command_line_costs_less_than_a_third_of_a_second() -> None
 @pytest.mark.parametrize("script", ["scripts/check", "scripts/test", ".ci/run"])
 def test_a_script_can_be_run(script: str) -> None:
     assert os.access(ROOT / script, os.X_OK)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "codes", "status"),
+    [
+        (["--part", "8/12"], {"many": 0, "clock": 0, "gpu": 5}, 0),
+        (["--part", "8/12"], {"many": 1, "clock": 5, "gpu": 5}, 1),
+        (["--part", "8/12"], {"many": 0, "clock": 4, "gpu": 0}, 4),
+        ([], {"many": 0, "clock": 0, "gpu": 5}, 5),
+    ],
+)
+def test_a_part_without_a_case_for_gpus_passes(
+    arguments: list[str], codes: Mapping[str, int], status: int, tmp_path: Path
+) -> None:
+    runs = "".join(
+        f'*"-m pytest "*"{word}"*) exit {codes[name]};;\n' for word, name in RUNS.items()
+    )
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\ncase "$*" in\n{runs}esac\n')
+    python.chmod(0o755)
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    environ = {k: v for k, v in os.environ.items() if k != "SHOAL_CUDA_STANDIN"} | path
+
+    done = subprocess.run([ROOT / "scripts" / "test", *arguments], env=environ)
+
+    assert done.returncode == status
 
 
 def test_every_error_class_has_a_section_in_the_docs() -> None:
