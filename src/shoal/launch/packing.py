@@ -10,10 +10,11 @@ import warnings
 from collections import ChainMap
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from types import CodeType, FunctionType, ModuleType
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, ClassVar
 
 import cloudpickle
+from cloudpickle.cloudpickle import _make_empty_cell
 from torch._library.custom_ops import CustomOpDef
 
 from shoal.core.closures import closed_over
@@ -130,13 +131,20 @@ def _reduce_cached(function: Any) -> str | tuple[Any, ...]:
     return str(function.__qualname__)
 
 
+class _EmptyCell:
+    """Read as a cell with nothing in it yet."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _make_empty_cell, ()
+
+
 class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]  # it has no types
     """Code keeps the name of its file, so that tracebacks and warnings show the user's lines.
 
     Functions with ``lru_cache`` around them go as functions do, which cloudpickle by itself sends
     by name. Modules of a class of their own (``torch.backends.cudnn``) go by name as others do.
     What the user's file defines goes by value, also where it wraps a library's function, has the
-    name of that one and is in its place.
+    name of that one and is in its place. What functions close over together they do so there.
 
     Args:
         numbers: By identity, of objects that the other side has already.
@@ -153,6 +161,7 @@ class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]  # it has no typ
     def __init__(self, file: io.BytesIO, numbers: Mapping[int, int] | None = None) -> None:
         super().__init__(file)
         self._numbers = numbers or {}
+        self._cells: dict[int, tuple[CellType, _EmptyCell]] = {}
         self.modules: set[str] = set()
 
     def persistent_id(self, value: Any) -> int | None:
@@ -168,6 +177,14 @@ class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]  # it has no typ
         if isinstance(value, CustomOpDef):
             return _where_defined(value)
         return super().reducer_override(value)
+
+    def _function_getnewargs(self, function: FunctionType) -> tuple[Any, ...]:
+        """Cells that functions share are shared afterwards too; what is in them comes later."""
+        *arguments, _ = super()._function_getnewargs(function)
+        if function.__closure__ is None:
+            return (*arguments, None)
+        shared = [self._cells.setdefault(id(c), (c, _EmptyCell())) for c in function.__closure__]
+        return (*arguments, tuple(empty for _, empty in shared))
 
     def _meet(self, value: Any) -> None:
         if isinstance(value, ModuleType):

@@ -117,3 +117,29 @@ def test_code_keeps_the_name_of_its_file_and_tracebacks_show_its_lines(tmp_path:
         told = traceback.format_exc()
     assert f'File "{file}", line 3, in model' in told
     assert "# as the user wrote it" in told
+
+
+def test_functions_that_close_over_one_variable_do_so_in_a_worker():
+    """Each had a cell for itself: what one assigned, the others never saw."""
+    count = 0
+
+    def model(hp):
+        return loss if later else None
+
+    def loss(output, batch):
+        nonlocal count
+        count += 1
+        return model
+
+    def metric(output, batch):
+        return count
+
+    recipe = shoal.Recipe(model=model, data=model, loss=loss, metrics={"count": metric})
+    made: shoal.Recipe = pickle.loads(pack_recipe(recipe))
+    later = True  # a cell that was empty
+    assert made.loss(None, None) is made.model
+    assert made.metrics["count"](None, None) == 1
+    with pytest.raises(NameError, match="later"):
+        made.model({})
+    assert model({}) is loss
+    assert later
