@@ -16,6 +16,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shoal.bound import code_of
 from shoal.fusion.signature import DEEPEST, described
+from shoal.pystate import ambient
+from shoal.pystate.parts import SPACES, attributes_of
 from shoal.recipe import Recipe
 from shoal.spelled import code_met, is_library, names_in, stored_in
 
@@ -138,22 +140,40 @@ def _is_users(value: Any) -> bool:
 
 
 def configuration(recipe: Recipe, module: nn.Module) -> dict[str, str]:
-    """The plain values that the code of a step finds in globals and on classes, by place.
+    """The plain values that the code of steps finds in globals and on classes, by place.
 
     What a factory sets there for its trial, the next trial's factory sets anew: one process has
     one of each. In words that two processes agree on; entries of a dict or an object each by
-    itself.
+    itself. Of what code names at all those count whose last name code of steps has, whoever leads
+    it there: a default, an attribute of the model, a method of the object's own.
     """
+    here = ambient.here()
+    asked = here.asked | {
+        n for f in _followed(recipe, module, MAKING) for n in names_in(f.__code__)
+    }
     found: dict[str, str] = {}
     for name, value in kept_globals(recipe, module, MAKING).items():
         found |= _plain_values(name, value)
     found |= _assigned_code(recipe, module)
-    asked = {n for f in _followed(recipe, module, MAKING) for n in names_in(f.__code__)}
-    for kind in {owner for child in module.modules() for owner in type(child).__mro__}:
-        if not is_library(kind):
-            own = {name: value for name, value in vars(kind).items() if name in asked}
-            found |= _plain_values(f"{kind.__module__}.{kind.__qualname__}", own, depth=1)
+    kinds = {owner for child in module.modules() for owner in type(child).__mro__}
+    owners = [(f"{k.__module__}.{k.__qualname__}", vars(k)) for k in kinds if not is_library(k)]
+    for where, held in (*owners, *here.making.held()):
+        for name, value in held.items():
+            values = _plain_values(f"{where}.{name}", value)
+            found |= {k: one for k, one in values.items() if _is_asked(k, name, value, asked)}
     return found
+
+
+def _is_asked(place: str, name: str, value: Any, asked: frozenset[str]) -> bool:
+    """Whether code names it; who has a container may ask for all that is in it, as ``getattr``."""
+    if not asked.isdisjoint(_BY_NAME):
+        return True
+    is_container = isinstance(value, dict | list | tuple)
+    return place.rpartition(".")[2] in asked or (is_container and name in asked)
+
+
+_BY_NAME = ("getattr", "vars", "__dict__", "attrgetter", "asdict")
+"""What reads attributes whose names are in no code."""
 
 
 def _assigned_code(recipe: Recipe, module: nn.Module) -> dict[str, str]:
@@ -182,12 +202,14 @@ def _plain_values(name: str, value: Any, depth: int = 0) -> dict[str, str]:
         return {name: repr(value)}
     if isinstance(value, Tensor) and value.layout == torch.strided and value.nbytes <= SMALL:
         return {name: described(value)}
-    if isinstance(value, list | tuple) and len(value) <= LONG:
-        return {name: repr(value)} if all(isinstance(one, PLAIN) for one in value) else {}
+    if isinstance(value, list | tuple) and all(isinstance(one, PLAIN) for one in value[:LONG]):
+        return {name: repr(value)} if len(value) <= LONG else {}
     inside: Any = value if isinstance(value, dict | types.MappingProxyType) else None
-    if inside is None and _is_users(value):
-        inside = vars(value)
-    if inside is None or depth > 1 or len(inside) > LONG:
+    if isinstance(value, list | tuple):
+        inside = {str(number): one for number, one in enumerate(value)}
+    elif inside is None and (_is_users(value) or isinstance(value, SPACES)):
+        inside = attributes_of(value)
+    if inside is None or depth > DEEPEST or len(inside) > LONG:
         return {}
     found: dict[str, str] = {}
     for key, item in list(inside.items()):

@@ -27,13 +27,13 @@ from shoal.core.closures import closed_over
 from shoal.core.errors import TrialError
 from shoal.pystate.iterators import is_iterator
 from shoal.pystate.packing import Giving, Unkept, pack
-from shoal.pystate.parts import changing_defaults, has_attributes
+from shoal.pystate.parts import SPACES, changing_defaults, has_attributes
 from shoal.pystate.values import NOTHING, PLAIN, STREAMS, Look, Note, look_at, put_one
 from shoal.recipe import Recipe
 from shoal.source import MAINS
-from shoal.spelled import code_met, is_library, names_in, stored_in
+from shoal.spelled import code_met, is_library, names_in, spelled, stored_in
 
-DATA = (*PLAIN, type(None), list, dict, set, deque, tuple, Tensor, np.ndarray, *STREAMS)
+DATA = (*PLAIN, type(None), list, dict, set, deque, tuple, Tensor, np.ndarray, *STREAMS, *SPACES)
 """What code may keep something in, beside iterators, functions and objects of the user's."""
 MAKING = frozenset(("__init__", "__new__"))
 """Methods that make an object, and are no part of a step."""
@@ -59,7 +59,9 @@ class Ambient:
 
     def __init__(self, recipe: Recipe | None, *, all_code: bool = False) -> None:
         self._recipe = recipe
-        self._owners = dict(_owners(recipe, all_code)) if recipe is not None else {}
+        self._met = [] if recipe is None else list(code_met(map(code_of, _given(recipe))))
+        owners = () if recipe is None else _owners(recipe, self._met, all_code)
+        self._owners = dict(owners)
         self._settled = self.take()
 
     @functools.cached_property
@@ -93,6 +95,22 @@ class Ambient:
             stuck += [_Stuck(where, name, owner, e) for name, e in _refill(owner, kept)]
         if stuck:
             raise TrialError(_in_words(stuck)) from stuck[0].error
+
+    @functools.cached_property
+    def asked(self) -> frozenset[str]:
+        """The names of globals and attributes that code of steps reads, and strings: keys."""
+        if self._recipe is None:
+            return frozenset()
+        codes = [code for code, _ in _codes(self._recipe, _kinds_met(self._met))]
+        names = {name for code in codes for name in (*names_in(code), *_free_in(code))}
+        return frozenset(names.union(*(spelled(code) for code in codes)))
+
+    def held(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """What there is now, by who has it; also what functions close over."""
+        yield from self._owners.items()
+        for one in self._met:
+            if isinstance(one, types.FunctionType) and one.__closure__ and is_users(one):
+                yield one.__qualname__, closed_over(one)
 
     def has(self, place: str) -> bool:
         """Whether a value called ``module.name`` or ``module.class.name`` is a trial's own."""
@@ -353,11 +371,11 @@ class _Globals(MutableMapping[str, Any]):
         return vars(self._owner) if isinstance(self._owner, type) else self._owner
 
 
-def _owners(recipe: Recipe, all_code: bool) -> Iterator[tuple[str, MutableMapping[str, Any]]]:
-    """What code of steps keeps values in, by how it is called."""
-    met = list(code_met(map(code_of, _given(recipe))))
-    kinds = {id(k): k for one in met if isinstance(one, type) for k in one.__mro__}
-    users = [kind for kind in kinds.values() if is_users(kind)]
+def _owners(
+    recipe: Recipe, met: Sequence[Any], all_code: bool
+) -> Iterator[tuple[str, MutableMapping[str, Any]]]:
+    """What code of steps keeps values in, by how it is called; ``met`` as ``code_met`` says."""
+    users = _kinds_met(met)
     codes = list(_codes(recipe, users))
     if all_code:
         functions = [f for f in met if isinstance(f, types.FunctionType) and is_users(f)]
@@ -387,6 +405,13 @@ def _owners(recipe: Recipe, all_code: bool) -> Iterator[tuple[str, MutableMappin
     yield "the recipe", dict(_steps(recipe))
 
 
+def _kinds_met(met: Iterable[Any]) -> list[type]:
+    """The user's classes that code comes to, and those of its objects."""
+    named = [one if isinstance(one, type) else type(one) for one in met]
+    kinds = {id(kind): kind for one in named for kind in one.__mro__}
+    return [kind for kind in kinds.values() if is_users(kind)]
+
+
 def _given(recipe: Recipe) -> Iterator[Any]:
     """All code that the recipe's user gave."""
     yield from (value for value in vars(recipe).values() if callable(value))
@@ -409,11 +434,17 @@ def _codes(
     waiting: deque[Any] = deque(value for _, value in _steps(recipe))
     for value in list(waiting):
         waiting += [v for kind in type(value).__mro__ for v in vars(kind).values()]
+    makers: list[Any] = [recipe.model, recipe.data, recipe.optimizer, recipe.schedule]
     for kind in kinds:
         waiting += [value for name, value in vars(kind).items() if name not in MAKING]
+        makers += [vars(kind)[name] for name in MAKING if name in vars(kind)]
+    for maker in map(_function, makers):
+        if maker is not None:  # a hook, say, that it registers, or what a schedule asks
+            yield from ((code, maker.__globals__) for code in _codes_within(maker))
+            waiting += _called_within(maker)
     met = set[int]()
     if (source := _function(recipe.data)) is not None:  # what it names is called for each batch
-        waiting += _named_by(source)
+        waiting += [*_named_by(source), *closed_over(source).values()]
     while waiting:
         function = _function(waiting.popleft())
         if function is None or id(function) in met:
@@ -423,17 +454,41 @@ def _codes(
         waiting += _named_by(function)
         inside = closed_over(function).values()
         waiting += [value for value in inside if isinstance(value, types.FunctionType)]
-    for factory in map(_function, (recipe.model, recipe.data, recipe.optimizer, recipe.schedule)):
-        if factory is None:
-            continue
-        for constant in factory.__code__.co_consts:
-            if isinstance(constant, types.CodeType):
-                yield constant, factory.__globals__
+
+
+def _free_in(code: types.CodeType) -> Iterator[str]:
+    """What code closes over, and code within."""
+    yield from code.co_freevars
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _free_in(constant)
+
+
+def _codes_within(function: types.FunctionType) -> Iterator[types.CodeType]:
+    """Of the functions that it defines."""
+    return (one for one in function.__code__.co_consts if isinstance(one, types.CodeType))
+
+
+def _called_within(function: types.FunctionType) -> list[Any]:
+    """What functions that it defines name: of its globals, and of what it closes over."""
+    codes = list(_codes_within(function))
+    names = {n for code in codes if not _runs_at_once(code) for n in names_in(code)}
+    free = {n for code in codes if not _runs_at_once(code) for n in _free_in(code)}
+    inside = closed_over(function)
+    return [*_globals_named(function, names), *(inside[n] for n in sorted(free & inside.keys()))]
+
+
+def _runs_at_once(code: types.CodeType) -> bool:
+    """Whether it is of a comprehension, which runs where it stands."""
+    return code.co_name in ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
 
 
 def _named_by(function: types.FunctionType) -> list[Any]:
     """The values of globals that a function names, and what it asks of those that are modules."""
-    names = set(names_in(function.__code__))
+    return _globals_named(function, set(names_in(function.__code__)))
+
+
+def _globals_named(function: types.FunctionType, names: set[str]) -> list[Any]:
     values = [function.__globals__[n] for n in sorted(names & function.__globals__.keys())]
     modules = [v for v in values if isinstance(v, types.ModuleType) and is_users(v)]
     return values + [vars(m)[name] for m in modules for name in sorted(names & vars(m).keys())]

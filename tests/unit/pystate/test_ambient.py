@@ -302,3 +302,33 @@ def test_a_trial_that_cannot_begin_for_it_fails_alone_with_these_words():
     assert "'TABLE' of" in found.errors[7]
     assert isinstance(found.cause, TrialError)
     assert noted == [7, None]
+
+
+SPACE, PACE = types.SimpleNamespace(rate=1.0), [1.0]
+
+
+def paced():
+    return PACE[0]
+
+
+def spaced(hp):
+    SPACE.rate = PACE[0] = hp["rate"]
+    return nn.Linear(1, 1)
+
+
+def by_pace(optimizer, hp):
+    return lambda step: paced() * SPACE.rate
+
+
+def test_namespaces_and_what_a_schedules_function_asks_are_each_trials_own():
+    ambient = Ambient(shoal.Recipe(model=spaced, data=data, loss=max, schedule=by_pace))
+    notes = []
+    for rate in (2, 3):
+        ambient.begin()
+        assert (SPACE.rate, PACE) == (1.0, [1.0])
+        spaced({"rate": rate})
+        notes.append(ambient.take())
+    for rate, kept in zip((2, 3), notes, strict=True):
+        ambient.put(kept)
+        assert (SPACE.rate, PACE) == (rate, [rate])
+    ambient.begin()
