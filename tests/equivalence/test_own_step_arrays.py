@@ -282,6 +282,46 @@ def test_a_dry_run_trusts_them(kind, one_thread):
     assert all(map(same_bits, before, after))
 
 
+def normed(hp):
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+
+
+def normed_step(model, batch, optimizer, hp):
+    loss = (model(batch[0]).mean((2, 3)) - batch[1]).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def normed_data(hp):
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(16, 3, 8, 8, generator=random)
+    return DataLoader(TensorDataset(x, x[:, :1].mean((2, 3)).expand(-1, 8)), batch_size=16), None
+
+
+NORMED = shoal.Recipe(model=normed, data=normed_data, step=normed_step)
+
+
+def test_what_rounding_alone_makes_of_a_bias_before_a_norm_declines_nothing(one_thread):
+    """Its gradient is 0 but for rounding, and Adam's step is as long for that as for any."""
+    assert dry_run(*members_of(NORMED, count=3)) == ""
+
+
+def test_a_weight_that_ends_elsewhere_for_another_reason_is_found(one_thread, monkeypatch):
+    given = Array.step
+
+    def steps_twice(self, batches):
+        found = given(self, batches)
+        with torch.no_grad():  # of one slot, by a thousandth of Adam's step
+            self.member(1).module[0].bias.add_(2e-5)
+        return found
+
+    monkeypatch.setattr(Array, "step", steps_twice)
+    words = dry_run(*members_of(NORMED, count=3))
+    assert words == "one step as an array is not the step alone: slot 1: '0.bias' is another one."
+
+
 def with_graph(models, batch, optimizers, hp):
     loss = models.student(batch[0]).square().mean()
     optimizers.student.zero_grad()

@@ -2,16 +2,24 @@
 
 In float64: tensors that a step makes are float64 too, where it does not ask for another type.
 Compared is what outlives a step: losses, parameters, buffers, random streams.
+
+[Note: gradients that are rounding] What a norm takes away again, as a bias before it, has a
+gradient that is nothing but rounding, and Adam's step is as long for that as for any other. So
+where a tensor ended elsewhere, the step alone is taken again from weights one rounding away, up
+and down: how far that leads is what rounding does to this tensor, and no fault of an array.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shoal.fusion.array import Array
 from shoal.fusion.declined import Declined
@@ -22,6 +30,7 @@ from shoal.ownstep import Losses, OwnStep
 from shoal.rng import same_rng
 
 LIMIT = 1e-9  # of a tensor's largest element, and of 1
+ROUNDINGS = 1000  # as which a sum of many terms in another order may be, beside one of weights
 
 
 def own_dry_run(members: Sequence[Member], batches: Sequence[Any], device: torch.device) -> str:
@@ -54,7 +63,8 @@ def own_dry_run(members: Sequence[Member], batches: Sequence[Any], device: torch
         if slot in stepped.failures:
             error = stepped.failures[slot]
             return f"slot {slot} fails as part of an array: {type(error).__name__}: {error}"
-        words = _difference(slot, one, alone[slot], stepped.losses[slot], array)
+        rounded = _Rounded(members[slot], wide[slot], device)
+        words = _difference(slot, one, alone[slot], stepped.losses[slot], array, rounded)
         if words:
             return f"one step as an array is not the step alone: slot {slot}: {words}."
     return ""
@@ -105,7 +115,41 @@ def _step_alone(member: Member, batch: Any, device: torch.device) -> Losses | Ex
     return found
 
 
-def _difference(slot: int, losses: Losses, alone: Member, total: float, array: Array) -> str:
+class _Rounded:
+    """How far rounding leads: a step alone, from weights one rounding away, if anybody asks."""
+
+    def __init__(self, member: Member, batch: Any, device: torch.device) -> None:
+        self._member, self._batch, self._device = member, batch, device
+
+    def scale(self, name: str, alone: Tensor) -> float:
+        """Of what size differences are in a tensor, which ended so alone, where that tells."""
+        off = max(float((end[name].detach() - alone).abs().max()) for end in self._ends)
+        return max(1.0, ROUNDINGS * off / LIMIT) if math.isfinite(off) else 1.0
+
+    @functools.cached_property
+    def _ends(self) -> list[dict[str, Tensor]]:
+        """What a step left, from above and from below."""
+        return [self._end(toward) for toward in (math.inf, -math.inf)]
+
+    def _end(self, toward: float) -> dict[str, Tensor]:
+        (twin,) = _wide([self._member])
+        limit = torch.tensor(toward, device=self._device)
+        with torch.no_grad(), _in_float64():
+            for parameter in twin.module.parameters():
+                if parameter.is_floating_point():
+                    parameter.copy_(torch.nextafter(parameter, limit.to(parameter.dtype)))
+        with _in_float64():
+            _step_alone(twin, self._batch, self._device)
+        return _state(twin)
+
+
+def _state(member: Member) -> dict[str, Tensor]:
+    return {**dict(member.module.named_parameters()), **dict(member.module.named_buffers())}
+
+
+def _difference(
+    slot: int, losses: Losses, alone: Member, total: float, array: Array, rounded: _Rounded
+) -> str:
     if not close(torch.tensor(losses.total), torch.tensor(total), LIMIT, 1.0):
         return f"the loss is {total!r}, alone {losses.total!r}"
     with array.streams(slot):
@@ -113,8 +157,11 @@ def _difference(slot: int, losses: Losses, alone: Member, total: float, array: A
     found = array.member(slot)
     if not same_rng(found.rng, alone.rng):
         return "the array draws other random numbers"
-    theirs = {**dict(found.module.named_parameters()), **dict(found.module.named_buffers())}
-    for name, tensor in (*alone.module.named_parameters(), *alone.module.named_buffers()):
-        if not close(tensor.detach(), theirs[name].detach(), LIMIT, 1.0):
+    theirs = _state(found)
+    for name, tensor in _state(alone).items():
+        one, other = tensor.detach(), theirs[name].detach()
+        if close(one, other, LIMIT, 1.0):
+            continue
+        if not close(one, other, LIMIT, rounded.scale(name, one)):
             return f"{name!r} is another one"
     return ""
