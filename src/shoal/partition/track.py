@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shoal.core.units import Bytes
 from shoal.device.allocator import allocator_here
 from shoal.dispatched import run_operation
+from shoal.partition.askers import Askers
 
+WITHIN = 6  # times the gradients that it makes: more than any in ``askers`` has beside them
 _FRESH = ("aten::lift_fresh", "aten::lift_fresh_copy")  # how torch.tensor(...) shows itself
 
 
@@ -45,10 +47,17 @@ class AllocationTracker(TorchDispatchMode):
         self._allocator = None if device == "cpu" else allocator_here()
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._resized = {s._cdata: (s, 0) for s in resized}
+        self._askers = Askers(self, self._see_node)
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self._askers.restore()
+        self._askers.prepare()
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        self._askers.prepare()
         before = set(self._resized)
         self._follow()
         if func.name() not in _FRESH:
@@ -56,10 +65,12 @@ class AllocationTracker(TorchDispatchMode):
             _note_storages(kwargs, before)
         if (allocator := self._allocator) is None or (given := allocator.before()) is None:
             output = run_operation(func, args, kwargs)
+            self._askers.see(func, output)
             self._see(output, before)
             return output
         current = self.current_bytes
         output = run_operation(func, args, kwargs)
+        self._askers.see(func, output)
         most = current + allocator.rise(given)
         self._see(output, before)
         self._see_inside(most)
@@ -96,6 +107,13 @@ class AllocationTracker(TorchDispatchMode):
         elif (parts := _parts(tree)) is not None:
             for part in parts:
                 self._see(part, before)
+
+    def _see_node(self, made: Sequence[Any], given: Sequence[Any]) -> None:
+        """Count a derivative that ran without this mode, and about what it had within."""
+        current, before = self.current_bytes, set(self._resized)
+        _note_storages(given, before)
+        self._see(made, before)
+        self._see_inside(self.current_bytes + WITHIN * (self.current_bytes - current))
 
     def _see_inside(self, most: int) -> None:
         """Count an operator that had ``most`` bytes at a time, of which tensors are seen."""

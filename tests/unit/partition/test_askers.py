@@ -1,0 +1,101 @@
+"""Derivatives that torch computes otherwise under a mode: bits are those without one."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import shoal
+from shoal.partition.track import AllocationTracker
+from shoal.testing import assert_same, plain_loop, same_bits
+
+MASK = torch.arange(768).view(8, 4, 3, 8) % 3 > 0
+
+
+def written_through_a_view(x):
+    y = x.sin()
+    y.view(-1, 8).cumprod_(1)
+    return y.exp()
+
+
+ASKING = {
+    "prod": lambda x: x.prod(-2).sin(),
+    "prod of all": lambda x: x[0, 0].prod().sin(),
+    "cumprod": lambda x: x.cumprod(-1).sin(),
+    "cumprod of a view": written_through_a_view,
+    "masked_fill": lambda x: torch.zeros(8, 4, 3, 8).masked_fill(MASK, x.sum() / 768).sin(),
+    "median": lambda x: -x.median().sin(),
+    "nanmedian": lambda x: -x.nanmedian().sin(),
+    "max": lambda x: -x.max().sin(),
+    "det": lambda x: (x[..., :3] + torch.eye(3)).det().sin(),
+}
+
+
+def gradient(function, mode, twice):
+    torch.manual_seed(0)
+    x = (torch.rand(8, 4, 3, 8) + 0.1).requires_grad_()
+    with mode:
+        y = function(x)
+        (found,) = torch.autograd.grad(y, x, torch.randn_like(y), create_graph=twice)
+        if twice:
+            (found,) = torch.autograd.grad(found.square().sum(), x)
+    return found
+
+
+@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("name", ASKING)
+def test_a_gradient_that_is_counted_has_the_bits_of_one_that_is_not(name, twice):
+    tracker = AllocationTracker()
+    counted = gradient(ASKING[name], tracker, twice)
+    assert same_bits(counted, gradient(ASKING[name], nullcontext(), twice))
+    left = counted.untyped_storage().nbytes()
+    assert tracker.current_bytes == left  # and nothing else is still counted
+    assert tracker.peak_bytes > left
+
+
+def test_the_mode_is_on_again_where_a_derivative_fails():
+    def fails_on_its_way_back():
+        x = torch.rand(3, requires_grad=True)
+        y = x.prod()
+        (x + 1).sum()  # now the node is there
+        y.grad_fn.register_prehook(lambda given: 1 / 0)
+        y.backward()
+
+    x = torch.rand(3)
+    with pytest.raises(ZeroDivisionError), AllocationTracker():
+        fails_on_its_way_back()
+    with AllocationTracker() as tracker:
+        kept = x + 1
+    assert tracker.current_bytes == kept.nbytes
+
+
+class Odds(nn.Module):
+    """How likely all of some are, and a learned value where there is none."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.filler = nn.Linear(6, 24), nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x):
+        odds = self.layer(x).sigmoid().view(-1, 4, 6)
+        return odds.masked_fill(x[:, None] > 1, self.filler).prod(2)
+
+
+def data(hp):
+    x = torch.randn(64, 6, generator=torch.Generator().manual_seed(0))
+    return DataLoader(TensorDataset(x, x[:, :4].sigmoid()), batch_size=16, shuffle=True), None
+
+
+def squares(output, batch):
+    return (output - batch[1]).square().mean()
+
+
+def test_a_trial_of_such_a_model_ends_on_the_plain_bits(run_study):
+    recipe = shoal.Recipe(model=lambda hp: Odds(), data=data, loss=squares)
+    report = run_study(recipe, shoal.grid(lr=[1e-2]), epochs=2, metric="train_loss")
+    for trial in report.trials:
+        assert_same(plain_loop(recipe, trial.hp, trial.seed, epochs=2), trial)
