@@ -588,6 +588,6 @@ def _write_back(session: Session) -> None:
             for key, value in made.items():
                 binding.check_place(name, key, value, host.states.get(name, {}))
                 host.states[name][key].copy_(value)
-            if made:
+            if state:  # of a parameter without dimensions it is numbers, and none is stored
                 binding.stateful[name] = set(made)
     session.put_buffers_back()
