@@ -207,8 +207,9 @@ def _constant(value: Any) -> str:
 def _digest(tensor: Tensor) -> str:
     digest = hashlib.sha256()
     for dense in _dense_parts(tensor.detach()):
-        plain = dense.cpu().contiguous().reshape(-1).view(torch.uint8)
-        digest.update(plain.numpy().tobytes())
+        plain = dense.cpu().contiguous()
+        flat = plain.as_strided((plain.numel(),), (1,))  # one number may have a stride of 0
+        digest.update(flat.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
 
 

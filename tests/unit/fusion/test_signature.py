@@ -167,6 +167,14 @@ def test_plain_tensors_are_told_by_their_bits():
     )
 
 
+def test_a_number_that_was_spread_over_others_is_told_by_its_bits():
+    """A distribution's ``loc`` and ``scale``: torch calls a stride of 0 contiguous there."""
+    one, alike, other = (torch.distributions.Normal(at, torch.tensor([0.5])) for at in (0, 0, 1))
+    assert one.loc.stride() == (0,)
+    assert described(one.loc) == described(alike.loc)
+    assert described(one.loc) != described(other.loc)
+
+
 def test_every_fact_has_a_subject_of_its_own():
     whole = WholeSet(lambda output, batch: (output, batch[1]), lambda x, y: (x == y).float())
 
