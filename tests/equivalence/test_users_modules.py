@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -103,7 +104,7 @@ def write(tmp_path, monkeypatch):
         return str(tmp_path / "main.py")
 
     yield write
-    for name in (*names, "given"):
+    for name in (*names, "given", "parts"):
         sys.modules.pop(name, None)
 
 
@@ -125,6 +126,64 @@ def test_what_changes_between_two_studies_is_the_second_ones(write, run_study, a
         sys.modules["config"].SCALE = scale
         report = run_study(recipe, shoal.grid(width=[3], lr=[0.1]), steps=2)
         assert_alone(report, report.trials, recipe, steps=2)
+
+
+PARTS = """
+import threading
+from types import SimpleNamespace
+import torch
+
+cfg = SimpleNamespace(act=torch.relu, gain=1.0, lock=threading.Lock())
+STEPS, SCALE, ROW = [], None, SimpleNamespace(gain=2.0)
+
+def scale(x, row=ROW):
+    return x * row.gain
+"""
+OF_MAIN = """
+import torch
+import shoal
+import parts
+from parts import cfg
+
+class Scale:
+    def __init__(self, by):
+        self.by = by
+    def __call__(self, x):
+        return self.by * x
+
+def act(x):
+    return x.sin()
+
+cfg.act, cfg.gain, parts.SCALE, parts.ROW = act, 3.0, Scale(2.0), None
+parts.STEPS.append(act)
+
+def model(hp):
+    return torch.nn.Linear(4, 1)
+
+def data(hp):
+    draws = torch.Generator().manual_seed(1)
+    return [(torch.rand(5, 4, generator=draws), torch.rand(5, 1, generator=draws))] * 3, None
+
+def loss(output, batch):
+    {loss}
+
+recipe = shoal.Recipe(model=model, data=data, loss=loss)
+study = shoal.Study("modules", recipe, space={{"lr": 0.1}}, steps=3)
+"""
+LOSSES = {
+    "an attribute": "return cfg.gain * cfg.act(output - batch[1]).square().mean()",
+    "in a list": "return parts.STEPS[0](output - batch[1]).square().mean()",
+    "an object": "return parts.SCALE(output - batch[1]).square().mean()",
+    "a default": "return parts.scale(output - batch[1]).square().mean()",
+}
+
+
+@pytest.mark.parametrize("where", LOSSES)
+def test_what_the_main_file_defines_is_where_it_was_put(where, write, run_study, assert_alone):
+    (Path(sys.path[0]) / "parts.py").write_text(PARTS)
+    study = load_study(write(OF_MAIN.format(loss=LOSSES[where]))).study
+    report = run_study(study.recipe, study.space, steps=3)
+    assert_alone(report, report.trials, study.recipe, steps=3)
 
 
 def test_modules_find_the_command_lines_arguments(write, run_study, tmp_path, monkeypatch):

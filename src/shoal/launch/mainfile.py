@@ -44,7 +44,8 @@ def main_files() -> Iterator[tuple[ModuleType, Said]]:
         module = sys.modules.get(name)
         file = str(vars(module).get("__file__") or "") if module is not None else ""
         if module is not None and file.endswith(".py") and is_users(module):
-            yield module, _read(file, changed(file))
+            package = str(vars(module).get("__package__") or "")
+            yield module, _read(file, changed(file), package)
 
 
 def changed(file: str) -> int:
@@ -56,29 +57,38 @@ def changed(file: str) -> int:
 
 
 @functools.lru_cache(maxsize=16)
-def _read(file: str, when: int) -> Said:
+def _read(file: str, when: int, package: str) -> Said:
     try:
         tree = ast.parse(Path(file).read_bytes())
     except (OSError, SyntaxError, ValueError):
         return Said()
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    unused = [name for node in tree.body for name in _unused(node, used)]
+    unused = [name for node in tree.body for name in _unused(node, used, package)]
     nodes = list(_statements(tree))
     assigned = dict.fromkeys(one for node in nodes for one in _assigned(node))
-    imported = dict.fromkeys(one for node in nodes for one in _imported(node))
+    imported = dict.fromkeys(one for node in nodes for one in _imported(node, package))
     paths = dict.fromkeys(_path(node) for node in nodes if isinstance(node, ast.Attribute))
     return Said(tuple(unused), tuple(assigned), tuple(imported), tuple(filter(None, paths)))
 
 
-def _unused(node: ast.stmt, used: set[str]) -> list[str]:
+def _unused(node: ast.stmt, used: set[str], package: str) -> list[str]:
     if isinstance(node, ast.Import):
         bound = [(one.name, one.asname or one.name.partition(".")[0]) for one in node.names]
         return [module for module, name in bound if name not in used]
-    if not isinstance(node, ast.ImportFrom) or not node.module or node.level:
+    if not isinstance(node, ast.ImportFrom):
         return []
     if used.isdisjoint(one.asname or one.name for one in node.names):
-        return [node.module, *(f"{node.module}.{one.name}" for one in node.names)]
+        module = _absolute(node, package)
+        return [module, *(f"{module}.{one.name}" for one in node.names)]
     return []
+
+
+def _absolute(node: ast.ImportFrom, package: str) -> str:
+    """The name of the module that it imports from, in a file of that package."""
+    if not node.level:
+        return node.module or ""
+    home = package.split(".")[: len(package.split(".")) - node.level + 1]
+    return ".".join([*home, *([node.module] if node.module else [])])
 
 
 def _statements(tree: ast.AST) -> Iterator[ast.AST]:
@@ -91,10 +101,10 @@ def _statements(tree: ast.AST) -> Iterator[ast.AST]:
             yield from _statements(node)
 
 
-def _imported(node: ast.AST) -> Iterator[Imported]:
-    if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+def _imported(node: ast.AST, package: str) -> Iterator[Imported]:
+    if isinstance(node, ast.ImportFrom):
         for one in node.names:
-            yield Imported(node.module, one.name, one.asname or one.name)
+            yield Imported(_absolute(node, package), one.name, one.asname or one.name)
 
 
 def _assigned(node: ast.AST) -> Iterator[Assigned]:

@@ -8,7 +8,7 @@ import io
 import sys
 import warnings
 from collections import ChainMap
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, ClassVar
@@ -97,10 +97,18 @@ class _Arriving:
 
     def _packed(self, modules: list[ModuleType]) -> tuple[ModuleState, io.BytesIO, _Pickler]:
         """What is in there, but for what those modules hold."""
-        state, file = ModuleState(modules, named_objects()), io.BytesIO()
-        pickler = _Pickler(file, state.numbers)
-        pickler.dump(self.packed)
+        state, file = ModuleState(modules, _size_by_value, named_objects()), io.BytesIO()
+        pickler = _Pickler(file, state)
+        pickler.dump((state.of_main, self.packed))
         return state, file, pickler
+
+
+def _size_by_value(value: Any) -> int | None:
+    """Bytes of what the main file defines; None where it cannot be sent."""
+    try:
+        return len(_dumps(value))
+    except Exception:  # whatever its own code raises
+        return None
 
 
 def _refuse_change(changes: Iterable[Change]) -> None:
@@ -147,7 +155,7 @@ class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]  # it has no typ
     name of that one and is in its place. What functions close over together they do so there.
 
     Args:
-        numbers: By identity, of objects that the other side has already.
+        state: Of objects that the other side has already.
 
     Attributes:
         modules: Names of those that were met, by themselves or by what they have.
@@ -158,14 +166,18 @@ class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]  # it has no typ
         cloudpickle.CloudPickler.dispatch_table,
     )
 
-    def __init__(self, file: io.BytesIO, numbers: Mapping[int, int] | None = None) -> None:
+    def __init__(self, file: io.BytesIO, state: ModuleState | None = None) -> None:
         super().__init__(file)
-        self._numbers = numbers or {}
+        self._numbers: Mapping[int, int] = state.numbers if state else {}
+        self._homes: Sequence[str] = state.homes if state else ()
         self._cells: dict[int, tuple[CellType, _EmptyCell]] = {}
         self.modules: set[str] = set()
 
     def persistent_id(self, value: Any) -> int | None:
-        return self._numbers.get(id(value))
+        number = self._numbers.get(id(value))
+        if number is not None:
+            self.modules.add(self._homes[number])
+        return number
 
     def reducer_override(self, value: Any) -> Any:
         """Asked before the table, which knows exact types only."""

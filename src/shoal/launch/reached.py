@@ -24,7 +24,7 @@ def reached(seeds: Iterable[str], users: Users) -> list[ModuleType]:
     """Those of ``users`` that code of ``seeds``, or the main file, may import sooner or later.
 
     Told by names alone: whoever has the name of a module, or its last part, in its code may
-    import it.
+    import it; and whoever makes such names, or goes through directories, any.
     """
     found: set[str] = set()
     waiting = deque([*seeds, *MAINS])
@@ -88,8 +88,9 @@ def _names_of(module: ModuleType | None) -> frozenset[str] | None:
         return frozenset()
     known: Mapping[str, Any] = vars(module)
     file = str(known.get("__file__") or "")
-    if not file:
-        return None
+    if not file:  # typed in: whoever defines something there may have imported it from anywhere
+        own = (one for one in known.values() if isinstance(one, FunctionType | type))
+        return None if any(one.__module__ in MAINS for one in own) else frozenset()
     return _names_in(file, changed(file), str(known.get("__name__")), known.get("__loader__"))
 
 
@@ -102,7 +103,11 @@ def _names_in(file: str, when: int, name: str, loader: Any) -> frozenset[str] | 
             code = loader.get_code(name)
     except Exception:  # no loader, a file that is gone
         return None
-    return frozenset(_names(code)) if isinstance(code, CodeType) else None
+    names = frozenset(_names(code)) if isinstance(code, CodeType) else _ANY
+    return None if not _ANY.isdisjoint(names) else names
+
+
+_ANY = frozenset(("import_module", "__import__", "iter_modules", "walk_packages"))
 
 
 def _names(code: CodeType) -> Iterator[str]:

@@ -33,7 +33,7 @@ Parts = MutableMapping[str, Any]
 def parts_of(value: Any) -> Parts | None:
     """By name what a value of the user's consists of; None of what is no such one."""
     if isinstance(value, types.FunctionType):
-        return _Function(value) if not is_library(value) else _wrapped(value)
+        return function_parts(value) if not is_library(value) else _wrapped(value)
     if isinstance(value, types.MethodType):
         return {"self": value.__self__}
     if isinstance(value, functools.partial):
@@ -47,6 +47,11 @@ def parts_of(value: Any) -> Parts | None:
     kind = type(value)
     is_users = issubclass(kind, SPACES) or not is_library(kind)
     return _Object(value) if is_users and has_attributes(kind) else None
+
+
+def function_parts(function: types.FunctionType, *, every_default: bool = False) -> Parts:
+    """What a function keeps; of defaults those that may change in place, or all."""
+    return _Function(function, (defaults_of if every_default else changing_defaults)(function))
 
 
 def attributes_of(value: Any) -> Parts:
@@ -118,8 +123,13 @@ class _Object(_Named):
 
 
 def _slots(kind: type) -> dict[str, Any]:
-    """What classes name in ``__slots__``; members of types in C are no state, and often fixed."""
-    return {
+    """What classes name in ``__slots__``; members of types in C are no state, and often fixed.
+
+    But for the function that a ``defaultdict`` calls.
+    """
+    owner: type = collections.defaultdict
+    factory = {"default_factory": vars(owner)["default_factory"]}
+    return (factory if issubclass(kind, owner) else {}) | {
         name: member
         for owner in kind.__mro__
         if "__slots__" in vars(owner)
@@ -134,11 +144,10 @@ class _Function(_Named):
     A cell's name ends in a space here, and a default's in ``=``.
     """
 
-    def __init__(self, function: types.FunctionType) -> None:
-        self._function, self._all = function, vars(function)
+    def __init__(self, function: types.FunctionType, defaults: dict[str, Any]) -> None:
+        self._function, self._all, self._defaults = function, vars(function), defaults
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         self._cells = {f"{name} ": cell for name, cell in cells}
-        self._defaults = changing_defaults(function)
 
     def __iter__(self) -> Iterator[str]:
         yield from (name for name, cell in self._cells.items() if _is_filled(cell))
@@ -173,13 +182,19 @@ class _Function(_Named):
 
 def changing_defaults(function: types.FunctionType) -> dict[str, Any]:
     """The default values of arguments that code may keep something in."""
+    every = defaults_of(function)
+    return {name: value for name, value in every.items() if not isinstance(value, _FIXED)}
+
+
+def defaults_of(function: types.FunctionType) -> dict[str, Any]:
+    """The default values of arguments."""
     some = function.__defaults__ or ()
     if not some and not function.__kwdefaults__:
         return {}
     code = function.__code__
     names = code.co_varnames[code.co_argcount - len(some) : code.co_argcount]
     defaults = dict(zip(names, some, strict=True)) | (function.__kwdefaults__ or {})
-    return {f"{n}=": value for n, value in defaults.items() if not isinstance(value, _FIXED)}
+    return {f"{name}=": value for name, value in defaults.items()}
 
 
 def _set_default(function: types.FunctionType, name: str, value: Any) -> None:

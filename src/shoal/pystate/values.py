@@ -57,12 +57,6 @@ NOTHING = Note("nothing")
 """Of what was not there yet."""
 
 
-class Stream(NamedTuple):
-    """Where a random generator stood."""
-
-    state: Any
-
-
 @dataclass
 class Look:
     """How values are looked at.

@@ -6,7 +6,10 @@ import collections
 import datetime
 import decimal
 import enum
+import fractions
+import functools
 import pathlib
+import pickle
 import random
 import re
 import sys
@@ -14,6 +17,7 @@ import threading
 import types
 import uuid
 
+import cloudpickle
 import numpy as np
 import pytest
 import torch
@@ -25,6 +29,7 @@ from shoal.pystate.modulestate import LARGEST, ModuleState, may_go
 
 class Color(enum.Enum):
     RED = 1
+    BLUE = 2
 
 
 class Sealed(dict):
@@ -40,6 +45,24 @@ class Thing:
         raise TypeError("nobody pickles this")
 
 
+class Shape(tuple):
+    def __new__(cls, *items):
+        return super().__new__(cls, items)
+
+
+class Text(str):
+    pass
+
+
+class Act(enum.Enum):
+    DOUBLE = functools.partial(pow, 2)
+
+
+class Constant(type):
+    def __setattr__(cls, name, value):
+        raise TypeError("constants")
+
+
 Point = collections.namedtuple("Point", "x y")
 
 
@@ -50,13 +73,13 @@ def module(monkeypatch):
     return made
 
 
-def arrived(module, **now):
+def arrived(module, *, size_by_value=lambda value: None, **now):
     """Take what the module holds, have it hold others, and bring what was taken."""
-    state = ModuleState([module])
+    state = ModuleState([module], size_by_value)
     vars(module).update(now)
     meta_path, argv = list(sys.meta_path), list(sys.argv)
     try:
-        arrive(argv, [], state.packed, b"N.")
+        arrive(argv, [], state.packed, cloudpickle.dumps((state.of_main, None)))
     finally:
         sys.meta_path[:], sys.argv[:] = meta_path, argv
 
@@ -154,7 +177,7 @@ def test_attributes_of_a_modules_classes_arrive(module):
     state = ModuleState([module])
     kind.width, sizes = 1, kind.sizes
     sizes[:] = [9]
-    arrive(sys.argv, [], state.packed, b"N.")
+    arrive(sys.argv, [], state.packed, pickle.dumps(([], None)))
     sys.meta_path.pop(0)
     assert (kind.width, kind.sizes) == (3, [1])
     assert kind.sizes is sizes
@@ -168,6 +191,16 @@ def test_what_is_large_or_lives_in_a_process_stays(module):
     assert (module.large, module.lock, module.tensor) == (b"here", lock, tensor)
 
 
+def test_many_numbers_and_texts_go_as_a_whole_and_of_many_objects_none_does(module):
+    module.vocabulary = {str(number): number for number in range(1000)}
+    module.same, module.rows = [module.vocabulary], [[number] for number in range(LARGEST // 100)]
+    here = {"0": 1}
+    arrived(module, vocabulary=here, same=None, rows=None)
+    assert module.same[0] is module.vocabulary is here
+    assert (len(here), here["0"], here["999"]) == (1000, 0, 999)
+    assert module.rows is None
+
+
 def test_what_was_made_by_and_by_and_cannot_travel_is_made_here_too(module):
     module.whole, module.partly = Thing(width=1), Thing(width=1, lock=threading.Lock())
     module.large = Thing(width=1, data=torch.zeros(LARGEST))
@@ -177,6 +210,56 @@ def test_what_was_made_by_and_by_and_cannot_travel_is_made_here_too(module):
     assert module.large is None
 
 
+def test_what_is_the_processs_own_stays(module):
+    module.modules, module.all, module.inner = sys.modules, vars(module), [sys.modules]
+    before = dict(sys.modules)
+    modules, names = {"here": 1}, {"here": 2}
+    arrived(module, modules=modules, all=names, inner=None)
+    assert (modules, names, module.inner) == ({"here": 1}, {"here": 2}, None)
+    assert sys.modules == before
+
+
+def test_a_module_goes_by_its_name(module):
+    module.holder = types.SimpleNamespace(one=np)
+    here = types.SimpleNamespace(one=torch)
+    arrived(module, holder=here)
+    assert here.one is np
+
+
+class Proxy:
+    @property
+    def __class__(self):
+        raise RuntimeError("stands for nothing now")
+
+
+def test_an_object_that_cannot_be_asked_what_it_is_stays(module):
+    module.proxy, module.holder, module.width = Proxy(), [Proxy()], 3
+    arrived(module, proxy=None, holder=None, width=1)
+    assert (module.proxy, module.holder, module.width) == (None, None, 3)
+
+
+class Local(threading.local):
+    pass
+
+
+def test_an_object_whose_type_is_written_in_c_stays(module):
+    module.local, module.holder, module.width = Local(), {"a": Local(), "b": 3}, 3
+    local = Local()
+    arrived(module, local=None, holder={"a": local}, width=1)
+    assert (module.local, module.holder, module.width) == (None, {"a": local, "b": 3}, 3)
+
+
+def test_what_two_names_have_counts_once_and_what_has_no_end_spoils_nothing(module):
+    data = bytes(LARGEST - 1000)
+    module.first, module.second = [data], [[data]]
+    module.lost = [nn.Linear(2, 2), bytes(LARGEST), threading.Lock()]
+    module.third = [module.lost[0]]
+    arrived(module, first=None, second=None, lost=None, third=None)
+    assert module.second[0][0] is module.first[0]
+    assert module.lost is None
+    assert module.third[0].in_features == 2
+
+
 def test_objects_of_torch_with_registries_behind_them_stay():
     assert not may_go(torch.ops.aten.view)
     assert not may_go(torch.optim.SGD([torch.zeros(1)], lr=0.1))
@@ -184,3 +267,138 @@ def test_objects_of_torch_with_registries_behind_them_stay():
 
 def test_nothing_is_brought_where_a_worker_has_nothing_to_keep():
     assert Bringing().bring({"a": ABSENT, "b": 1}, {}) == {"b": 1}
+
+
+MADE = [
+    lambda width: uuid.UUID(int=width),
+    lambda width: pathlib.Path(str(width)),
+    lambda width: fractions.Fraction(1, width),
+    lambda width: functools.partial(pow, width),
+    lambda width: types.MappingProxyType({"width": width}),
+    lambda width: Shape(width, 2),
+    lambda width: Text(width),
+    lambda width: Color.RED if width == 5 else Color.BLUE,
+    lambda width: torch.ones(1).mul(width).expand(3),
+]
+
+
+@pytest.mark.parametrize("make", MADE)
+def test_what_is_made_once_is_replaced_and_never_changed(module, make):
+    module.value, module.holder = make(5), [make(5)]
+    here = make(3)
+    arrived(module, value=here, holder=[here])
+    for value in (module.value, *module.holder):
+        assert repr(value).replace(hex(id(value)), "") == repr(make(5))
+        assert type(value) is type(here)
+    assert repr(here) == repr(make(3))
+
+
+def test_a_bound_method_is_of_the_object_that_came(module):
+    module.one, module.value = (one := random.Random(3)), one.choice
+    here = random.Random(4)
+    arrived(module, one=here, value=here.choice)
+    assert module.value.__self__ is module.one is here
+
+
+def test_what_calls_a_function_that_cannot_go_breaks_nothing(module):
+    module.counts = collections.defaultdict(lambda: 1, a=3)
+    module.call, module.act, module.after = functools.partial(lambda: 3), Act.DOUBLE, 5
+    counts, call = collections.defaultdict(lambda: 2), functools.partial(lambda: 4)
+    arrived(module, counts=counts, call=call, act=None, after=1)
+    assert (counts, counts["b"], module.counts) == ({"a": 3, "b": 2}, 2, counts)
+    assert (module.call(), module.act, module.after) == (4, Act.DOUBLE, 5)
+
+
+def test_a_random_generator_that_a_worker_lacks_is_made(module):
+    module.streams = {"a": random.Random(3), "b": np.random.default_rng(3)}
+    module.stream = torch.Generator().manual_seed(3)
+    arrived(module, streams={}, stream=None)
+    assert module.streams["a"].random() == random.Random(3).random()
+    assert module.streams["b"].random() == np.random.default_rng(3).random()
+    assert module.stream.initial_seed() == 3
+
+
+def test_keys_are_the_objects_that_other_names_have(module):
+    module.layer = nn.Linear(1, 1)
+    module.names, here = {module.layer: "now"}, nn.Linear(1, 1)
+    arrived(module, layer=here, names={here: "then"})
+    assert module.names == {here: "now"}
+
+
+def test_a_list_of_another_length_with_a_part_that_cannot_go_stays(module):
+    first, second = threading.Lock(), threading.Lock()
+    module.value = ["x", threading.Lock(), threading.Lock()]
+    arrived(module, value=[first, second])
+    assert module.value == [first, second]
+
+
+def test_a_class_that_forbids_to_be_changed_is_filled(module):
+    kind = module.Kind = Constant("Kind", (), {"__module__": "held_here", "width": 3})
+    state = ModuleState([module])
+    type.__setattr__(kind, "width", 1)
+    arrive(sys.argv, [], state.packed, pickle.dumps(([], None)))
+    sys.meta_path.pop(0)
+    assert kind.width == 3
+
+
+KEEPING = """
+from types import SimpleNamespace as Namespace
+import functools
+cfg = Namespace(width=WIDTH)
+def default(cfg=cfg, *, width=WIDTH):
+    return cfg.width + width
+def make(width):
+    @functools.wraps(default)
+    def inner():
+        return width
+    return inner
+inner = make(WIDTH)
+class Kind:
+    def __init__(self, width=WIDTH):
+        super().__init__()
+        self.width = width
+    @staticmethod
+    def of(width=WIDTH):
+        return width
+"""
+
+
+def test_what_functions_have_as_defaults_and_close_over_arrives(module):
+    """A default was taken as the module was imported: ``cfg`` may be another one by now."""
+    module.WIDTH = 3
+    exec(KEEPING, vars(module))
+    module.cfg = types.SimpleNamespace(width=9)
+    state = ModuleState([module])
+    module.WIDTH = 1
+    exec(KEEPING, vars(module))
+    arrive(sys.argv, [], state.packed, pickle.dumps(([], None)))
+    sys.meta_path.pop(0)
+    assert (module.cfg.width, module.WIDTH) == (9, 3)
+    assert (module.default(), module.inner(), module.Kind().width, module.Kind.of()) == (
+        6,
+        3,
+        3,
+        3,
+    )
+
+
+def test_what_the_main_file_defines_arrives_where_it_is(module):
+    kind = type("OfMain", (), {"__module__": "__main__"})
+    function = types.FunctionType((lambda: 3).__code__, {"__name__": "__main__"}, "function")
+    one = module.one = kind()
+    module.cfg = types.SimpleNamespace(act=function, parts=(1, [function, one]), kind=kind)
+    module.cfg.call = functools.partial(function)
+    here = types.SimpleNamespace(act=len, parts=None)
+    arrived(module, size_by_value=lambda value: 1, one=None, cfg=here)
+    assert module.cfg is here
+    assert here.act() == 3 == here.call()
+    assert here.parts[1] == [here.act, module.one]
+    assert type(module.one) is here.kind
+
+
+def test_what_the_main_file_defines_and_cannot_be_sent_stays(module):
+    kind = type("OfMain", (), {"__module__": "__main__"})
+    module.cfg = types.SimpleNamespace(act=kind(), width=3)
+    here = types.SimpleNamespace(act=len, width=1)
+    arrived(module, cfg=here)
+    assert (here.act, here.width) == (len, 3)
