@@ -22,7 +22,7 @@ from shoal.core.errors import SpecError
 from shoal.core.units import format_bytes
 from shoal.launch.reached import imported_for_itself, named_objects, reached
 from shoal.launch.replaced import users_modules
-from shoal.pystate.arriving import arrive
+from shoal.pystate.arriving import arrive, read_state
 from shoal.pystate.modulestate import ModuleState
 from shoal.recipe import Recipe
 from shoal.source import MAINS, MODULE_NAME, Change, Named, cached, with_changes
@@ -97,10 +97,36 @@ class _Arriving:
 
     def _packed(self, modules: list[ModuleType]) -> tuple[ModuleState, io.BytesIO, _Pickler]:
         """What is in there, but for what those modules hold."""
-        state, file = ModuleState(modules, _size_by_value, named_objects()), io.BytesIO()
+        state, file = _state_of(modules), io.BytesIO()
         pickler = _Pickler(file, state)
         pickler.dump((state.of_main, self.packed))
         return state, file, pickler
+
+
+def _state_of(modules: list[ModuleType]) -> ModuleState:
+    """What modules hold; nothing of one that could not be read again, with a warning."""
+    state = ModuleState(modules, _size_by_value, named_objects())
+    if _unreadable(state) is None:
+        return state
+    good = []
+    for module in modules:
+        if (error := _unreadable(ModuleState([module], _size_by_value))) is None:
+            good.append(module)
+            continue
+        warnings.warn(
+            f"what the module {module.__name__} holds cannot be sent to workers, which have of it "
+            f"what its import makes: {type(error).__name__}: {error}",
+            stacklevel=2,
+        )
+    return ModuleState(good, _size_by_value)
+
+
+def _unreadable(state: ModuleState) -> Exception | None:
+    try:
+        read_state(state.packed)
+    except Exception as error:  # whatever a type of somebody else's does
+        return error
+    return None
 
 
 def _size_by_value(value: Any) -> int | None:

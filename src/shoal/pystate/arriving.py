@@ -320,14 +320,23 @@ class _StateReader(pickle.Unpickler):
             return type(name, (Lost,), {"__module__": module})
 
 
+def read_state(packed: bytes) -> tuple[dict[str, dict[str, Any]], list[Any]]:
+    """What came by module, and the objects that have numbers.
+
+    Raises:
+        Exception: something of it cannot be made again.
+    """
+    reader = _StateReader(io.BytesIO(packed))
+    names: list[str] = reader.load()
+    values: dict[str, dict[str, Any]] = {name: reader.load() for name in names}
+    return values, reader.load()  # all by one memo
+
+
 class _Arrival(importlib.abc.MetaPathFinder):
     """What came, and who still waits for it: modules that are not imported yet."""
 
     def __init__(self, packed: bytes) -> None:
-        reader = _StateReader(io.BytesIO(packed))
-        names: list[str] = reader.load()
-        self._values: dict[str, dict[str, Any]] = {name: reader.load() for name in names}
-        self.met: list[Any] = reader.load()  # by the same memo
+        self._values, self.met = read_state(packed)
         self._bringing = Bringing()
         self._again: list[tuple[types.ModuleType, str, Any]] = []
         self._waiting = set(self._values)

@@ -364,6 +364,10 @@ class _Pickler(pickle.Pickler):
             return Code, (place_of(value.function),), {"parts": value.parts}
         if isinstance(value, types.ModuleType):
             return _module, (value.__name__,)
+        if isinstance(value, types.BuiltinFunctionType):  # its maker may have another way
+            module, name = str(value.__module__), str(value.__name__)
+            is_there = getattr(sys.modules.get(module), name, None) is value
+            return (_function, (module, name)) if is_there else NotImplemented
         if kind is types.FunctionType and not _is_importable(value):
             return Code, (place_of(value),), {"parts": _kept_by(value)}
         if isinstance(value, STREAMS):
@@ -465,6 +469,10 @@ def _module(name: str) -> Any:
         return importlib.import_module(name)
     except Exception:  # whatever its own code raises
         return Lost()
+
+
+def _function(module: str, name: str) -> Any:
+    return getattr(_module(module), name, Lost())
 
 
 def _member(kind: Any, name: str) -> Any:

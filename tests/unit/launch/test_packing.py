@@ -143,3 +143,13 @@ def test_functions_that_close_over_one_variable_do_so_in_a_worker():
         made.model({})
     assert model({}) is loss
     assert later
+
+
+def test_of_a_module_that_cannot_be_read_again_nothing_is_sent_and_that_is_said(monkeypatch):
+    good, bad = ModuleType("good_one"), ModuleType("bad_one")
+    good.width, bad.thing = 3, range(3)
+    monkeypatch.setattr(packing, "read_state", lambda packed: b"bad_one" not in packed or 1 / 0)
+    with pytest.warns(UserWarning, match="the module bad_one holds cannot be sent.*division"):
+        state = packing._state_of([good, bad])
+    assert b"good_one" in state.packed
+    assert b"bad_one" not in state.packed

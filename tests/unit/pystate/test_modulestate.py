@@ -89,6 +89,7 @@ VALUES = [
     *(range(3), pathlib.Path("x"), re.compile("a+"), uuid.UUID(int=1), decimal.Decimal("1.5")),
     *(datetime.datetime(2020, 1, 1), datetime.timedelta(1), np.float32(3), np.dtype("f4")),
     *(torch.float32, torch.device("cpu"), torch.Size([1]), nn.ReLU, torch.tanh, len),
+    torch._C._set_blas_preferred_backend,
 ]
 
 
