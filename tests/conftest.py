@@ -17,15 +17,19 @@ import pytest
 import torch
 
 import shoal
+import shoal.launch.packing
 import shoal.launch.plan
 import shoal.pipeline.processes
 import shoal.resume.code
 import shoal.runtime.pool
 from shoal import forkserver
 from shoal.forkserver import ForkServer
+from shoal.launch.packing import _state_of
+from shoal.launch.reached import reached
 from shoal.launch.replaced import find_changes
 from shoal.pipeline.processes import StageProcesses
 from shoal.planning import Planner
+from shoal.pystate.modulestate import ModuleState
 from shoal.runtime.pool import WorkerPool
 from shoal.testing import assert_same, plain_loop
 from shoal.verify import read_losses
@@ -156,18 +160,25 @@ def one_parse_of_a_text():
 
 @pytest.fixture(scope="session", autouse=True)
 def one_look_at_modules():
-    """Thousands are imported here, and what tests have put into packages is the same for all."""
-    found = find_changes()
+    """Thousands are imported here, and what tests have put into packages is the same for all.
+
+    Hundreds are of tests, whose values nobody changes for a study: none are sent.
+    """
+    found, none = find_changes(), ModuleState(())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shoal.launch.plan, "find_changes", lambda: found)
+        patch.setattr(shoal.launch.packing, "_state_of", lambda modules: none)
+        patch.setattr(shoal.launch.packing, "reached", lambda seeds, users: [])
         yield
 
 
 @pytest.fixture
 def look_at_modules(one_look_at_modules):
-    """Each study of this test looks for what was put into modules, as any study does."""
+    """Each study of this test looks for what is in modules, as any study does."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shoal.launch.plan, "find_changes", find_changes)
+        patch.setattr(shoal.launch.packing, "_state_of", _state_of)
+        patch.setattr(shoal.launch.packing, "reached", reached)
         yield
 
 

@@ -12,6 +12,8 @@ import pytest
 import shoal
 from shoal.source import load_study
 
+pytestmark = pytest.mark.usefixtures("look_at_modules")
+
 FILE = """
 import dataclasses
 from types import SimpleNamespace

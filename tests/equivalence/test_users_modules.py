@@ -10,6 +10,8 @@ import pytest
 import shoal
 from shoal.source import load_study
 
+pytestmark = pytest.mark.usefixtures("look_at_modules")
+
 CONFIG = """
 import threading
 from types import SimpleNamespace

@@ -145,7 +145,9 @@ def test_functions_that_close_over_one_variable_do_so_in_a_worker():
     assert later
 
 
-def test_of_a_module_that_cannot_be_read_again_nothing_is_sent_and_that_is_said(monkeypatch):
+def test_of_a_module_that_cannot_be_read_again_nothing_is_sent_and_that_is_said(
+    monkeypatch, look_at_modules
+):
     good, bad = ModuleType("good_one"), ModuleType("bad_one")
     good.width, bad.thing = 3, range(3)
     monkeypatch.setattr(packing, "read_state", lambda packed: b"bad_one" not in packed or 1 / 0)
