@@ -214,15 +214,18 @@ def weights_stay(places: Iterable[WeightPlace], but: Collection[str]) -> Iterato
     Raises:
         TrialError: it wrote to another one, gave it other values, or put another in its place.
     """
-    before: list[tuple[WeightPlace, Any, Tensor, int]] = [
-        (place, weight, weight.data, weight._version)
-        for place in places
-        if (weight := place[0].get(place[1])) is not None
-    ]
+    with torch._C.DisableTorchFunction():  # this is no reading that who watches is to see
+        before: list[tuple[WeightPlace, Any, Tensor, int]] = [
+            (place, weight, weight.data, weight._version)
+            for place in places
+            if (weight := place[0].get(place[1])) is not None
+        ]
     yield
     for (store, key, name), weight, data, version in before:
-        is_written = weight._version != version and name not in but
-        if is_written or has_other(weight, data) or store.get(key) is not weight:
+        with torch._C.DisableTorchFunction():
+            is_written = weight._version != version and name not in but
+            is_another = has_other(weight, data)
+        if is_written or is_another or store.get(key) is not weight:
             raise TrialError(
                 f"the forward wrote to the weight {name!r}, or gave it other values, which it did "
                 "not in the first forward, and the model is cut: it would be lost, or done twice "
