@@ -25,8 +25,7 @@ import shoal.runtime.pool
 from shoal import forkserver
 from shoal.forkserver import ForkServer
 from shoal.launch.packing import _state_of
-from shoal.launch.reached import reached
-from shoal.launch.replaced import find_changes
+from shoal.launch.replaced import find_changes, users_modules
 from shoal.pipeline.processes import StageProcesses
 from shoal.planning import Planner
 from shoal.pystate.modulestate import ModuleState
@@ -168,7 +167,7 @@ def one_look_at_modules():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shoal.launch.plan, "find_changes", lambda: found)
         patch.setattr(shoal.launch.packing, "_state_of", lambda modules: none)
-        patch.setattr(shoal.launch.packing, "reached", lambda seeds, users: [])
+        patch.setattr(shoal.launch.packing, "users_modules", dict)
         yield
 
 
@@ -178,7 +177,7 @@ def look_at_modules(one_look_at_modules):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shoal.launch.plan, "find_changes", find_changes)
         patch.setattr(shoal.launch.packing, "_state_of", _state_of)
-        patch.setattr(shoal.launch.packing, "reached", reached)
+        patch.setattr(shoal.launch.packing, "users_modules", users_modules)
         yield
 
 
