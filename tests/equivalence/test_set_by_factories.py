@@ -151,3 +151,12 @@ def test_what_only_the_making_of_trials_reads_keeps_none_out(holder, load, tmp_p
     study = shoal.Study("s", load(holder, "optimizer"), space=space, steps=2, directory=tmp_path)
     plan = study.plan(hardware=shoal.Hardware.virtual(devices=1, memory="64MiB"), fuse=2)
     assert "array of 2" in plan.explain()
+
+
+def test_nor_does_what_lies_beside_what_steps_read(load, tmp_path, monkeypatch):
+    """An object that the forward reads, of which the making of trials sets something else."""
+    monkeypatch.setitem(HOLDERS, "data", ("Data()", "cfg.scale", 'cfg.rate = hp["scale"]'))
+    space = shoal.grid(scale=[0.5, 2.0])
+    study = shoal.Study("s", load("data", "forward"), space=space, steps=2, directory=tmp_path)
+    plan = study.plan(hardware=shoal.Hardware.virtual(devices=1, memory="64MiB"), fuse=2)
+    assert "array of 2" in plan.explain()

@@ -151,16 +151,17 @@ def configuration(recipe: Recipe, module: nn.Module) -> dict[str, str]:
     asked = here.asked | {
         n for f in _followed(recipe, module, MAKING) for n in names_in(f.__code__)
     }
-    found: dict[str, str] = {}
-    for name, value in kept_globals(recipe, module, MAKING).items():
-        found |= _plain_values(name, value)
-    found |= _assigned_code(recipe, module)
     kinds = {owner for child in module.modules() for owner in type(child).__mro__}
     owners = [(f"{k.__module__}.{k.__qualname__}", vars(k)) for k in kinds if not is_library(k)]
-    for where, held in (*owners, *here.making.held()):
-        for name, value in held.items():
-            values = _plain_values(f"{where}.{name}", value)
-            found |= {k: one for k, one in values.items() if _is_asked(k, name, value, asked)}
+    held = [
+        (f"{where}.{n}", one)
+        for where, of in (*owners, *here.making.held())
+        for n, one in of.items()
+    ]
+    found = _assigned_code(recipe, module)
+    for place, value in (*kept_globals(recipe, module, MAKING).items(), *held):
+        name, values = place.rpartition(".")[2], _plain_values(place, value)
+        found |= {k: one for k, one in values.items() if _is_asked(k, name, value, asked)}
     return found
 
 
