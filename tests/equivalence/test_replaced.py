@@ -122,6 +122,8 @@ def test_a_builtin_that_a_file_has_made_is_one_change(monkeypatch):
     """It was one of every module that is imported here, and workers imported all of these."""
     mine = eval("lambda x: x", {"__name__": "__main__"})
     monkeypatch.setattr(builtins, "mine", mine, raising=False)
+    compiled = vars(sys.modules[__name__])  # torch.compile gives a module them by such a name
+    monkeypatch.setitem(compiled, "__builtins_dict___0", vars(builtins))
     assert [c.full_name for c in find_changes() if c.value is mine] == ["builtins.mine"]
 
 

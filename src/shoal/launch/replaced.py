@@ -123,8 +123,7 @@ def _metaclasses(kind: type[type] = type) -> Iterator[type]:
 
 
 def _changes_in(module: str, of: ModuleType, code: Mapping[int, Any]) -> Iterator[Change]:
-    known = dict(vars(of))
-    known.pop("__builtins__", None)  # the same ones in every module
+    known = {name: value for name, value in vars(of).items() if value is not vars(builtins)}
     yield from _among(known, code, Change(module, "", "", None))
     for name, value in known.items():
         if issubclass(type(value), dict):  # by what it has: a registry's own methods may make it
