@@ -190,11 +190,5 @@ def at_once(output, batch, hp):
     return F.cross_entropy(output, batch[1]) + weight * output.square().mean()
 
 
-def switched(output, batch, hp):
-    """A float chooses the branch."""
-    fit = F.cross_entropy(output, batch[1])
-    return fit + hp["weight"] * output.square().mean() if hp["weight"] > 0.4 else fit
-
-
 def absurd(hp):
     return -1.0 if hp["clip"] is None else hp["clip"]

@@ -249,7 +249,6 @@ def test_what_differs_in_more_than_floats_is_told_by_name():
     [
         (searched.unspelled, "reads the hyperparameter 'weight', and no string in its code"),
         (searched.at_once, "reads all hyperparameters at once"),
-        (searched.switched, r"asks whether a hyperparameter is > 0\.4"),
     ],
 )
 @pytest.mark.parametrize("alike", [False, True])
@@ -259,10 +258,7 @@ def test_what_a_loss_reads_in_ways_that_no_array_can_know_is_declined(loss, word
     if alike:
         points = [points[1]] * 4
     found = dry_run([member(recipe, p) for p in points], [searched.data({"wide": 1})[0][0]] * 4)
-    if alike and loss is searched.switched:
-        assert found == ""
-    else:
-        assert re.search(words, found), found
+    assert re.search(words, found), found
 
 
 # -- arrays in studies --------------------------------------------------------------------

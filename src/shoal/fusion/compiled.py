@@ -31,6 +31,7 @@ from shoal.fusion.fused import filled, is_out_of_memory, masked
 from shoal.fusion.graph import Graph, Inputs
 from shoal.fusion.idle import add_gradients
 from shoal.fusion.member import Member
+from shoal.fusion.template import told_of
 from shoal.fusion.traced import Kept, TracedBackend
 
 NEAR, NEAR_BF16 = 1e-3, 1e-1
@@ -119,7 +120,7 @@ class CompiledBackend(TracedBackend):
             crew.streams.undo()
             self._undo.put_back(crew.stacked)
         if looped := self._known_of(crew).looped:
-            raise Untraceable(f"{looped[0]!r} runs slot by slot, which no graph holds")
+            raise Untraceable(f"{told_of(looped[0])} runs slot by slot, which no graph holds")
         masks = tuple(heard.asked)
         inputs = replace(self._inputs(crew, (), batches, active, 1.0), masks=heard.drawn)
         if kept.graph is None:

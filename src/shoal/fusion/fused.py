@@ -36,7 +36,7 @@ from shoal.fusion.ownfunctions import RUNS_AGAIN
 from shoal.fusion.perslot import OF_EACH, in_words
 from shoal.fusion.slots import Slots
 from shoal.fusion.stacked import owners
-from shoal.fusion.template import Template
+from shoal.fusion.template import LOSS, Template, told_of
 from shoal.recipe import autocast, loss_and_output
 
 SMALL = 4096  # elements of a stacked buffer that is kept before every pass, changed or not
@@ -319,6 +319,8 @@ class StackedBackend:
             )
             return
         part = self._current(crew).innermost(error.__traceback__)
+        if part == LOSS and reason is None and isinstance(error, Declined):
+            raise error  # it reads what no signature tells, in this step or in a later one
         if not part or part in known.looped:
             if reason is None:
                 raise error
@@ -330,7 +332,7 @@ class StackedBackend:
         words = reason or f"{type(error).__name__}: {first_line(error)}"
         if is_by_data:
             known.by_data.append(part)
-        known.notes.append(f"{part!r} runs slot by slot: {words}")
+        known.notes.append(f"{told_of(part)} runs slot by slot: {words}")
 
     def _those_that_fail(
         self, crew: Crew, batches: Sequence[Any], active: Sequence[bool], error: BaseException

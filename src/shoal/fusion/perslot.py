@@ -83,7 +83,7 @@ class PerSlot(float):
 def _agreed(question: str, answers: Sequence[bool], about: PerSlot) -> bool:
     if len(set(answers)) > 1:
         raise Disagreement(
-            f"the model's code asks whether a hyperparameter {question}; for the values "
+            f"code asks whether a hyperparameter {question}; for the values "
             f"{told(about.values)} the answers differ."
         )
     return answers[0]

@@ -2,12 +2,14 @@
 
 It is a copy of the first slot's module whose settings are those of all slots (``blend.py``).
 Its parameters and buffers are put in for a pass. A part that cannot run for all slots at once
-is *looped*: there each slot's own module does its part, one after another.
+is *looped*: there each slot's own module does its part, one after another. So may the recipe's
+loss be: one that matches predictions to targets in Python, or mines its batch for hard examples.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,11 +23,20 @@ from shoal.fusion.blend import blend, blend_settings
 from shoal.fusion.declined import Declined
 from shoal.fusion.installed import installed, places_of
 from shoal.fusion.member import Member
+from shoal.fusion.outputs import put_together, taken_apart
 from shoal.fusion.sealed import sealed
 from shoal.fusion.slots import Slots
 from shoal.fusion.stacked import Stacked, owners
 from shoal.modelcopy import deepcopied
-from shoal.recipe import Recipe
+from shoal.recipe import Recipe, compute_loss
+
+LOSS = ".loss"
+"""The recipe's loss among a template's parts; no module's name begins with a dot."""
+
+
+def told_of(part: str) -> str:
+    """A part's name for a reader."""
+    return "the loss" if part == LOSS else repr(part)
 
 
 class Template:
@@ -40,7 +51,8 @@ class Template:
         first = self.modules[0]
         kept = {id(t): t for t in (*first.parameters(), *first.buffers())}
         self.module = _blended(_copied(first, kept), self.modules)
-        self.recipe = _blended_recipe([member.recipe for member in members])
+        self._recipes = [member.recipe for member in members]
+        self.recipe = _blended_recipe(self._recipes)
         self._owner_of = owners(first)
         self._places = places_of(self.module, self._owner_of)
         self._pass: tuple[Slots, Stacked] | None = None
@@ -61,16 +73,31 @@ class Template:
         """
         if not path:
             raise Declined("no part of the model can run for all slots at once.")
-        part = self.module.get_submodule(path)
-        runners = [self._runner(path, slot) for slot in range(len(self.modules))]
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            assert self._pass is not None, "a looped part runs within a pass"
-            with _pop_mode_temporarily():
-                return self._pass[0].each_its_own(runners, args, kwargs)
-
-        part.forward = forward
+        if path == LOSS:
+            self.recipe = dataclasses.replace(self.recipe, loss=self._loss_of_each)
+        else:
+            runners = [self._runner(path, slot) for slot in range(len(self.modules))]
+            self.module.get_submodule(path).forward = functools.partial(self._run_each, runners)
         self.looped.append(path)
+
+    def _run_each(self, runners: Sequence[Callable[..., Any]], *args: Any, **kwargs: Any) -> Any:
+        assert self._pass is not None, "a looped part runs within a pass"
+        with _pop_mode_temporarily():
+            return self._pass[0].each_its_own(runners, args, kwargs)
+
+    def _loss_of_each(self, output: Any, batch: Any) -> Tensor:
+        tensors, form = taken_apart((output, batch))
+
+        def runner(slot: int) -> Callable[..., Tensor]:
+            def loss(*rows: Tensor) -> Tensor:
+                return compute_loss(
+                    self._recipes[slot], *put_together(form, slot, rows.__getitem__)
+                )
+
+            return loss
+
+        losses: Tensor = self._run_each(list(map(runner, range(len(self.modules)))), *tensors)
+        return losses
 
     def _runner(self, path: str, slot: int) -> Callable[..., Any]:
         part = self.modules[slot].get_submodule(path)
@@ -103,12 +130,14 @@ class Template:
             self._pass = None
 
     def innermost(self, trace: types.TracebackType | None) -> str | None:
-        """The name of the smallest part whose ``forward`` an error went through."""
+        """The name of the smallest part whose code an error went through."""
         names = {id(child): name for name, child in self.module.named_modules()}
         found = None
         while trace is not None:
             owner = trace.tb_frame.f_locals.get("self")
-            if isinstance(owner, nn.Module) and id(owner) in names:
+            if trace.tb_frame.f_code is compute_loss.__code__:
+                found = LOSS
+            elif isinstance(owner, nn.Module) and id(owner) in names:
                 found = names[id(owner)]
             trace = trace.tb_next
         return found
