@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -353,12 +353,22 @@ def evaluate_metrics(recipe: Recipe, loss: Tensor, output: Any, batch: Any) -> F
     return values
 
 
+class Fed(NamedTuple):
+    """A batch whose inputs have been made: it goes as a batch wherever one is computed with."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    batch: Batch
+
+
 def model_inputs(recipe: Recipe, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The positional and keyword arguments of the model's forward for one batch.
 
     Raises:
         SpecError: a batch type that has no rule.
     """
+    if type(batch) is Fed:
+        return batch.args, batch.kwargs
     if recipe.inputs is not None:
         chosen = recipe.inputs(batch)
         if isinstance(chosen, Mapping):
@@ -387,6 +397,8 @@ def compute_loss(recipe: Recipe, output: Output, batch: Batch) -> Tensor:
     Raises:
         SpecError: no loss, or one that is not a scalar tensor.
     """
+    if type(batch) is Fed:
+        batch = batch.batch
     if recipe.loss is not None:
         loss: Any = recipe.loss(output, batch)
     else:

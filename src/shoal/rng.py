@@ -117,14 +117,57 @@ def _knows_layout() -> bool:
 
 _LEGACY = _Legacy()
 
+Host = tuple[tuple[Any, ...], tuple[Any, ...]]
+"""A moment of the streams that are Python's own: of ``random``, and of NumPy."""
+
+
+def capture_host() -> Host:
+    """Python's own streams as they are now."""
+    return random.getstate(), _LEGACY.get()
+
+
+def restore_host(state: Host) -> None:
+    """Put them back to ``state``."""
+    random.setstate(state[0])
+    _LEGACY.set(state[1])
+
+
+def host_words() -> tuple[bytes, bytes]:
+    """What is another after a draw from one of Python's own streams; a microsecond to ask for.
+
+    Of a normal number that such a stream keeps they do not tell; see the note above.
+    """
+    if _knows_python():
+        ours = ctypes.string_at(id(_python()) + object.__basicsize__, PYTHON_BYTES)
+    else:
+        ours = repr(random.getstate()).encode()
+    return ours, _words() or repr(np.random.get_state()).encode()
+
+
+PYTHON_BYTES = 4 + 624 * 4  # of Python's generator: where among its words it is, and these
+
+
+def _python(state: Any = random.getstate) -> random.Random:
+    """Python's global generator."""
+    found: random.Random = state.__self__
+    return found
+
+
+@functools.cache
+def _knows_python() -> bool:
+    """Whether this Python's generator has its words where they are looked for."""
+    one = random.Random(5)
+    words = one.getstate()[1]
+    told = np.asarray([words[-1], *words[:-1]], np.uint32).tobytes()
+    return ctypes.string_at(id(one) + object.__basicsize__, PYTHON_BYTES) == told
+
 
 def capture_rng(device: torch.device | None = None) -> RngState:
     """The streams as they are now; the device's too when it is a GPU."""
     on_gpu = device is not None and device.type == "cuda"
     return RngState(
         torch.get_rng_state(),
-        random.getstate(),
-        _LEGACY.get(),
+        *capture_host(),
         torch.cuda.get_rng_state(device) if on_gpu and device else None,
     )
 
@@ -135,8 +178,7 @@ def restore_rng(state: RngState, device: torch.device | None = None) -> None:
     if words.storage_offset():  # of a view torch reads its storage's beginning
         words = words.clone()
     torch.set_rng_state(words)
-    random.setstate(state.python)
-    _LEGACY.set(state.numpy)
+    restore_host((state.python, state.numpy))
     if state.cuda is not None and device is not None:
         torch.cuda.set_rng_state(state.cuda, device)
 

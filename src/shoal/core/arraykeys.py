@@ -28,6 +28,8 @@ A part that loops rounds as it does alone, and another way where it runs for all
 those that a dry run found do from the first step on, whether or not slots decide alike: who is
 beside a trial is nothing to its bits.
 """
+LOSS, INPUTS = ".loss", ".inputs"
+"""Parts beside the model's own, whose names begin with no dot: the recipe's loss, its inputs."""
 
 
 def stacks_all(key: Mapping[str, object]) -> bool:

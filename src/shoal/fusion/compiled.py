@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.core.arraykeys import INPUTS
 from shoal.fusion.constants import constants_of
 from shoal.fusion.crew import Crew, Trained
 from shoal.fusion.declined import Declined, Untraceable
@@ -76,6 +77,17 @@ class CompiledBackend(TracedBackend):
         Raises:
             Declined: there is none for this model, or its floats differ between the slots.
         """
+        with self._fed(crew, batches, active) as ready:
+            found = self._compiled(crew, ready, active, scale)
+        return found or self.train(crew, batches, active, scale)
+
+    def _compiled(
+        self, crew: Crew, batches: Sequence[Any], active: Sequence[bool], scale: float
+    ) -> Trained | None:
+        """None where it has turned out that inputs are made slot by slot."""
+        if self._lacks_inputs(crew, batches):
+            raised = RuntimeError("what makes the model's inputs raised")
+            return self._without_those_that_fail(crew, batches, active, scale, raised)
         kept, full = self._steps, filled(batches, active)
         if kept.graph is None or not self._knows_masks(kept):
             try:
@@ -84,6 +96,8 @@ class CompiledBackend(TracedBackend):
                 raise Declined(f"its steps cannot be compiled: {error}") from error
             except (Exception, SystemExit) as error:
                 return self._without_those_that_fail(crew, batches, active, scale, error)
+            if self._lacks_inputs(crew, batches):
+                return None
         inputs = self._inputs(crew, kept.masks, full, active, scale)
         ran = self._replay(kept, crew, inputs, active)
         if ran is None:
@@ -119,7 +133,9 @@ class CompiledBackend(TracedBackend):
             losses, _ = self._forward(crew, batches, active)
             crew.streams.undo()
             self._undo.put_back(crew.stacked)
-        if looped := self._known_of(crew).looped:
+        if self._lacks_inputs(crew, batches):
+            return
+        if looped := [part for part in self._known_of(crew).looped if part != INPUTS]:
             raise Untraceable(f"{told_of(looped[0])} runs slot by slot, which no graph holds")
         masks = tuple(heard.asked)
         inputs = replace(self._inputs(crew, (), batches, active, 1.0), masks=heard.drawn)

@@ -41,6 +41,10 @@ class Unbatched(Disagreement):
     """Code that goes another way in each slot, whatever the slots hold."""
 
 
+class Draws(Disagreement):
+    """Code that draws, of all slots at once, what each is to draw by itself."""
+
+
 class Untraceable(Declined):
     """A pass that cannot be kept as a graph; operation by operation it runs."""
 

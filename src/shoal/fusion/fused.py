@@ -21,10 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
+from shoal.core.arraykeys import INPUTS, LOSS
 from shoal.frames import user_line
 from shoal.fusion.batches import combined
 from shoal.fusion.crew import Crew, Evaluated, Steps, Trained, Undo, idle_slots, taking_part
-from shoal.fusion.declined import Declined, Disagreement, Unbatched
+from shoal.fusion.declined import Declined, Disagreement, Draws, Unbatched
+from shoal.fusion.feeding import are_fed, fed
 from shoal.fusion.idle import nothing_for_idle
 from shoal.fusion.level import Level, entered
 from shoal.fusion.loop import error_alone
@@ -36,7 +38,7 @@ from shoal.fusion.ownfunctions import RUNS_AGAIN
 from shoal.fusion.perslot import OF_EACH, in_words
 from shoal.fusion.slots import Slots
 from shoal.fusion.stacked import owners
-from shoal.fusion.template import LOSS, Template, told_of
+from shoal.fusion.template import Template, told_of
 from shoal.recipe import autocast, loss_and_output
 
 SMALL = 4096  # elements of a stacked buffer that is kept before every pass, changed or not
@@ -48,6 +50,7 @@ class Learnt:
 
     looped: list[str] = field(default_factory=list)
     by_data: list[str] = field(default_factory=list)  # those of them that slots disagreed in
+    draws_python: bool = False  # inputs and loss, from streams that are each slot's own
     own_factories: bool = False
     own_base: bool = False  # each slot has for itself what is in memory once (``Stacked.given``)
     replaced: tuple[str, ...] = ()  # buffers that the code makes anew
@@ -80,7 +83,7 @@ class StackedBackend:
     steps: Steps | None = None  # its gradients are elsewhere in every step
 
     def __init__(self) -> None:
-        self._templates: dict[tuple[str, ...], Template] = {}  # by what they loop
+        self._templates: dict[tuple[bool, tuple[str, ...]], Template] = {}  # by what they loop
         self._learnt: dict[Hashable, Learnt] = {}  # by kind of pass
         self._constant: dict[Hashable, tuple[str, ...]] = {}  # the same
         self._undo = Undo()
@@ -115,13 +118,60 @@ class StackedBackend:
         return self._learnt[kind]
 
     def _current(self, crew: Crew) -> Template:
-        looped = tuple(self._known_of(crew).looped)
-        if looped not in self._templates:
-            self._templates[looped] = self._made(crew, looped)
-        return self._templates[looped]
+        known = self._known_of(crew)
+        key = known.draws_python, tuple(known.looped)
+        if key not in self._templates:
+            self._templates[key] = self._made(crew, known)
+        return self._templates[key]
 
-    def _made(self, crew: Crew, looped: Sequence[str]) -> Template:
-        return Template(crew.members, looped)
+    def _made(self, crew: Crew, known: Learnt) -> Template:
+        draws, is_open = known.draws_python, crew.looped is None
+        return Template(crew.members, known.looped, draws_python=draws, is_open=is_open)
+
+    @contextmanager
+    def _fed(
+        self, crew: Crew, batches: Sequence[Any], active: Sequence[bool]
+    ) -> Iterator[Sequence[Any]]:
+        """``batches`` as passes take them that are graphs; what was drawn is undone by an error.
+
+        They are as they were where what makes the inputs raises: an eager pass finds out whose.
+        """
+        if not self._lacks_inputs(crew, batches):
+            yield batches
+            return
+        before, made = crew.streams.now(), batches
+        crew.streams.begin(active)
+        try:
+            made = self._with_inputs(crew, batches, active)
+        except Exception as error:
+            crew.streams.put(before)
+            if is_out_of_memory(error):
+                raise
+        try:
+            yield made
+        except BaseException:
+            crew.streams.put(before)
+            raise
+
+    def _lacks_inputs(self, crew: Crew, batches: Sequence[Any]) -> bool:
+        """Whether inputs are made slot by slot, and those of ``batches`` are still to be."""
+        return INPUTS in self._known_of(crew).looped and not are_fed(batches)
+
+    def _with_inputs(
+        self, crew: Crew, batches: Sequence[Any], active: Sequence[bool]
+    ) -> Sequence[Any]:
+        """All slots' batches, with their inputs; a pass has begun, and draws nothing before."""
+        known = self._known_of(crew)
+        try:
+            made = fed(crew, batches, active, draws_python=known.draws_python)
+        except Draws:
+            if known.draws_python:
+                raise
+            known.draws_python = True
+            crew.streams.undo()
+            crew.streams.begin(active)
+            made = fed(crew, batches, active, draws_python=True)
+        return filled(made, active)
 
     def train(
         self, crew: Crew, batches: Sequence[Any], active: Sequence[bool], scale: float
@@ -217,10 +267,13 @@ class StackedBackend:
     ) -> tuple[Tensor, Sequence[Any]]:
         """A pass, again and again until all that it cannot do is looped."""
         while True:
-            self._current(crew).train(crew.members[0].module.training)
             crew.streams.begin(active)
+            made = batches
             try:
-                return self._pass(crew, batches, active)
+                if self._lacks_inputs(crew, batches):
+                    made = self._with_inputs(crew, batches, active)
+                self._current(crew).train(crew.members[0].module.training)
+                return self._pass(crew, made, active)
             except (Exception, SystemExit) as error:
                 crew.streams.undo()
                 self._undo.put_back(crew.stacked)
@@ -303,6 +356,10 @@ class StackedBackend:
         reason, known = _reason(error), self._known_of(crew)
         if reason is None and self._doubted is not None:
             raise error
+        part = self._current(crew).innermost(error.__traceback__)
+        if isinstance(error, Draws) and part in known.looped and not known.draws_python:
+            known.draws_python = True
+            return
         is_by_data = isinstance(error, Disagreement) and not isinstance(error, Unbatched)
         if crew.looped is not None and is_by_data:
             raise error  # to loop a part now would round otherwise in all slots
@@ -318,7 +375,6 @@ class StackedBackend:
                 "into what it makes of them"
             )
             return
-        part = self._current(crew).innermost(error.__traceback__)
         if part == LOSS and reason is None and isinstance(error, Declined):
             raise error  # it reads what no signature tells, in this step or in a later one
         if not part or part in known.looped:

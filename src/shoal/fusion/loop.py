@@ -101,10 +101,8 @@ def torch_streams_of(crew: Crew, slot: int, *, puts_back: bool = True) -> Iterat
 
 
 def current_rng(crew: Crew, slot: int) -> RngState:
-    """The slot's streams: torch's as the array draws them, Python's and NumPy's its own."""
-    before = crew.members[slot].rng
-    host, local = crew.streams.states(slot)
-    return RngState(host, before.python, before.numpy, local)
+    """The slot's random streams as the array has drawn from them."""
+    return crew.streams.state(slot)
 
 
 @contextmanager

@@ -32,7 +32,7 @@ from shoal.core.errors import TrialError
 from shoal.fusion.batches import combined, layout_of
 from shoal.fusion.crew import Crew, Undo
 from shoal.fusion.declined import Declined, answers_of
-from shoal.fusion.fused import StackedBackend, first_line, give, is_out_of_memory
+from shoal.fusion.fused import Learnt, StackedBackend, first_line, give, is_out_of_memory
 from shoal.fusion.installed import places_of
 from shoal.fusion.level import entered
 from shoal.fusion.likeness import RowAt, Snapshot, row_at
@@ -257,9 +257,9 @@ class _Model(StackedBackend):
         assert self._how is not None
         return self._how.modes
 
-    def _made(self, crew: Crew, looped: Sequence[str]) -> Template:
+    def _made(self, crew: Crew, known: Learnt) -> Template:
         with _as_ever(member.module for member in crew.members):  # it is a copy of them
-            return super()._made(crew, looped)
+            return super()._made(crew, known)
 
     def call(self, how: _How, calls: Sequence[Call | None], slots: Sequence[int]) -> list[Any]:
         """The outputs of ``slots``; the others' random streams and buffers stay as they are."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from shoal.fusion.batches import combined
 from shoal.fusion.crew import Crew, Undo
 from shoal.fusion.declined import Declined
-from shoal.fusion.fused import StackedBackend, first_line, is_out_of_memory
+from shoal.fusion.fused import Learnt, StackedBackend, first_line, is_out_of_memory
 from shoal.fusion.level import Level, entered
 from shoal.fusion.mode import SlotMode
 from shoal.fusion.ownfunctions import RUNS_AGAIN
@@ -62,7 +62,13 @@ class Packed(NamedTuple):
 
 
 class ShardBackend(StackedBackend):
-    """Runs parts of the code; loops what cannot run for all slots, as a whole pass does."""
+    """Runs parts of the code; loops what cannot run for all slots, as a whole pass does.
+
+    But for inputs, which each part has made anew.
+    """
+
+    def _made(self, crew: Crew, known: Learnt) -> Template:
+        return Template(crew.members, known.looped, draws_python=known.draws_python)
 
     def part(
         self,

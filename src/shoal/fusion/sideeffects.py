@@ -23,7 +23,8 @@ from shoal.fusion.loop import lone_pass
 from shoal.fusion.member import Member, in_streams
 from shoal.fusion.passing import handed_on
 from shoal.fusion.signature import described
-from shoal.recipe import tensors_of
+from shoal.recipe import autocast, model_inputs, tensors_of
+from shoal.rng import host_words
 from shoal.source import MODULE_NAME
 
 
@@ -101,7 +102,7 @@ def _change(member: Member, batch: Any, device: torch.device, what: str, own_pas
             *(["random"] if random.getstate() != python else []),
             *(["NumPy"] if numpy_stream() != numpy else []),
         ]
-    if drew and not own_passes:
+    if drew and not own_passes and _forward_draws(member, batch, device):
         return f"the model's forward draws from {drew[0]}, which has one stream for all slots."
     words = next((name for name, now, then in kept if not torch.equal(now, then)), "")
     if words and not own_passes:
@@ -120,6 +121,15 @@ def _change(member: Member, batch: Any, device: torch.device, what: str, own_pas
             "Make it a buffer of the model, or let the loss do without it."
         )
     return ""
+
+
+def _forward_draws(member: Member, batch: Any, device: torch.device) -> bool:
+    """Whether it is the forward that draws from Python's own streams: inputs and loss may."""
+    with in_streams(member, device), autocast(member.recipe, device):
+        args, kwargs = model_inputs(member.recipe, batch)
+        before = host_words()
+        member.module(*args, **kwargs)
+        return host_words() != before
 
 
 def without_handed_on(

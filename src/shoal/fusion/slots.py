@@ -47,6 +47,7 @@ class Slots:
         self.outside: Outside = outside or AtOnce(streams)
         self.is_trained: Callable[[Tensor], bool | None] = lambda tensor: None
         self._active = active
+        self.num_looped = 0  # operations that ran slot by slot
 
     def asks_gradient(self, tensor: Tensor, requires_grad: bool = True) -> bool:
         """Have a batch's tensor keep its gradient, by which code takes a derivative, or not.
@@ -105,6 +106,7 @@ class Slots:
     ) -> Any:
         """The same with another function for every slot."""
         self.outside.loops(_name(functions[0]))
+        self.num_looped += 1
         leaves, tree = pytree.tree_flatten((args, kwargs or {}))
         opened = [self._opened(x) if isinstance(x, Tensor) else (x, None) for x in leaves]
         self._refuse_shared_target(functions[0], leaves, kwargs or {})

@@ -2,24 +2,50 @@
 
 A trial alone draws from its process's default generators. In an array each slot has
 generators of its own in that state. A mask is filled from the slot's generator directly; an
-operation that takes none runs with the defaults set to the slot's state.
+operation that takes none runs with the defaults set to the slot's state. Python's and NumPy's
+streams are each slot's too, for the code that is run for each slot by itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
-from shoal.rng import RngState
+from shoal.fusion.declined import Draws
+from shoal.rng import Host, RngState, capture_host, host_words, restore_host
 
-States = list[tuple[torch.Generator, torch.Generator | None]]
+Generators = list[tuple[torch.Generator, torch.Generator | None]]
 """Of each slot, for the CPU and for a GPU."""
 
 
+class States(NamedTuple):
+    """A moment of all slots' streams: torch's, and Python's own."""
+
+    torch: Generators
+    python: list[Host]
+
+
+DRAWN = "draws from Python's or NumPy's random numbers, of which there is one stream for all slots"
+
+
+@contextmanager
+def nothing_drawn() -> Iterator[None]:
+    """Refuse what draws from Python's own streams inside.
+
+    Raises:
+        Draws: it did.
+    """
+    before = host_words()
+    yield
+    if host_words() != before:
+        raise Draws(f"it {DRAWN}")
+
+
 class SlotStreams:
-    """Torch's generators of every slot: of the CPU and, on a GPU, of the device.
+    """Generators of every slot: torch's of the CPU and, on a GPU, of the device; Python's own.
 
     A slot that does not take part in a pass draws from a spare, and its own stay put.
     """
@@ -28,6 +54,7 @@ class SlotStreams:
         self.device = device
         self._host = [_host_generator(state) for state in states]
         self._local = [_device_generator(state, device) for state in states]
+        self._python: list[Host] = [(state.python, state.numpy) for state in states]
         self._spare = torch.Generator()
         self._spare_local = None if device.type == "cpu" else torch.Generator(device)
         self._active: Sequence[bool] = [True] * len(states)
@@ -41,16 +68,18 @@ class SlotStreams:
     def undo(self) -> None:
         """Put all generators back to where the pass began."""
         if self._kept is not None:
-            self._host = [host for host, _ in self._kept]
-            self._local = [local for _, local in self._kept]
+            self._host = [host for host, _ in self._kept.torch]
+            self._local = [local for _, local in self._kept.torch]
+            self._python = list(self._kept.python)
         self._kept, self.drawn = None, False
 
-    def generator(self, slot: int) -> torch.Generator:
-        """The slot's generator for tensors on the array's device."""
+    def generator(self, slot: int, device: torch.device | None = None) -> torch.Generator:
+        """The slot's generator for tensors on a device; as a rule on the array's."""
         self._about_to_draw()
+        is_local = (device or self.device).type != "cpu"
         if not self._active[slot]:
-            return self._spare_local or self._spare
-        return self._local[slot] or self._host[slot]
+            return (is_local and self._spare_local) or self._spare
+        return (is_local and self._local[slot]) or self._host[slot]
 
     @contextmanager
     def as_default(self, slot: int) -> Iterator[None]:
@@ -63,21 +92,43 @@ class SlotStreams:
             yield
 
     @contextmanager
+    def by_itself(self, slot: int, draws_python: bool) -> Iterator[None]:
+        """Python's own streams are the slot's inside, which takes part; or they stay put.
+
+        Raises:
+            Draws: they were drawn from all the same.
+        """
+        if not draws_python:
+            with nothing_drawn():
+                yield
+            return
+        self._about_to_draw()
+        outer = capture_host()
+        restore_host(self._python[slot])
+        try:
+            yield
+        finally:
+            self._python[slot] = capture_host()
+            restore_host(outer)
+
+    @contextmanager
     def turn(self, slot: int) -> Iterator[None]:
         """The process's generators are the slot's inside; what is drawn there stays drawn."""
         host, local = self._host[slot], self._local[slot]
         with _swapped(host, torch.default_generator), _swapped_device(local, self.device):
             yield
 
-    def states(self, slot: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The slot's states, as ``RngState.torch`` and ``RngState.cuda`` keep them."""
+    def state(self, slot: int) -> RngState:
+        """The slot's streams as they are now."""
         local = self._local[slot]
-        return self._host[slot].get_state(), None if local is None else local.get_state()
+        drawn = None if local is None else local.get_state()
+        return RngState(self._host[slot].get_state(), *self._python[slot], drawn)
 
     def set(self, slot: int, state: RngState) -> None:
         """Put the slot's generators into ``state``."""
         self._host[slot] = _host_generator(state)
         self._local[slot] = _device_generator(state, self.device)
+        self._python[slot] = state.python, state.numpy
 
     @property
     def begun(self) -> States | None:
@@ -86,13 +137,14 @@ class SlotStreams:
 
     def now(self) -> States:
         """Copies of all generators."""
-        return _clones(zip(self._host, self._local, strict=True))
+        return States(_clones(zip(self._host, self._local, strict=True)), list(self._python))
 
     def put(self, states: States) -> None:
         """Have all slots go on from ``states``, which stay as they are."""
-        copies = _clones(states)
+        copies = _clones(states.torch)
         self._host = [host for host, _ in copies]
         self._local = [local for _, local in copies]
+        self._python = list(states.python)
 
     def _about_to_draw(self) -> None:
         if not self.drawn:
@@ -100,7 +152,7 @@ class SlotStreams:
             self._kept = self.now()
 
 
-def _clones(states: Iterable[tuple[torch.Generator, torch.Generator | None]]) -> States:
+def _clones(states: Iterable[tuple[torch.Generator, torch.Generator | None]]) -> Generators:
     return [
         (host.clone_state(), None if local is None else local.clone_state())
         for host, local in states

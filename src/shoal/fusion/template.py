@@ -4,6 +4,7 @@ It is a copy of the first slot's module whose settings are those of all slots (`
 Its parameters and buffers are put in for a pass. A part that cannot run for all slots at once
 is *looped*: there each slot's own module does its part, one after another. So may the recipe's
 loss be: one that matches predictions to targets in Python, or mines its batch for hard examples.
+And so may its inputs, before the pass (``feeding.py``): they mix a batch's rows, or mask them.
 """
 
 from __future__ import annotations
@@ -19,40 +20,55 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import _pop_mode_temporarily
 
+from shoal.core.arraykeys import INPUTS, LOSS
 from shoal.fusion.blend import blend, blend_settings
-from shoal.fusion.declined import Declined
+from shoal.fusion.declined import Declined, Disagreement
 from shoal.fusion.installed import installed, places_of
 from shoal.fusion.member import Member
 from shoal.fusion.outputs import put_together, taken_apart
 from shoal.fusion.sealed import sealed
 from shoal.fusion.slots import Slots
 from shoal.fusion.stacked import Stacked, owners
+from shoal.fusion.streams import DRAWN, nothing_drawn
 from shoal.modelcopy import deepcopied
-from shoal.recipe import Recipe, compute_loss
+from shoal.recipe import Recipe, compute_loss, model_inputs
+from shoal.rng import host_words
 
-LOSS = ".loss"
-"""The recipe's loss among a template's parts; no module's name begins with a dot."""
+TOLD = {LOSS: "the loss", INPUTS: "what makes the model's inputs"}
+OF_FRAME = {compute_loss.__code__: LOSS, model_inputs.__code__: INPUTS}
 
 
 def told_of(part: str) -> str:
     """A part's name for a reader."""
-    return "the loss" if part == LOSS else repr(part)
+    return TOLD.get(part, repr(part))
 
 
 class Template:
     """The code of ``members``, and which parts of it are looped (by name).
 
+    ``draws_python``: a looped loss has each slot's own streams of Python's and NumPy's random
+    numbers. ``is_open``: inputs are looped of which an operation is anyway, so that what follows
+    them may become a graph.
+
     Raises:
         Declined: the trials differ in what cannot differ inside an array.
     """
 
-    def __init__(self, members: Sequence[Member], looped: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        members: Sequence[Member],
+        looped: Sequence[str] = (),
+        *,
+        draws_python: bool = False,
+        is_open: bool = False,
+    ) -> None:
+        self._draws_python, self._is_open = draws_python, is_open
         self.modules = [member.module for member in members]
         first = self.modules[0]
         kept = {id(t): t for t in (*first.parameters(), *first.buffers())}
         self.module = _blended(_copied(first, kept), self.modules)
         self._recipes = [member.recipe for member in members]
-        self.recipe = _blended_recipe(self._recipes)
+        self.recipe = self._watched(_blended_recipe(self._recipes))
         self._owner_of = owners(first)
         self._places = places_of(self.module, self._owner_of)
         self._pass: tuple[Slots, Stacked] | None = None
@@ -75,7 +91,7 @@ class Template:
             raise Declined("no part of the model can run for all slots at once.")
         if path == LOSS:
             self.recipe = dataclasses.replace(self.recipe, loss=self._loss_of_each)
-        else:
+        elif path != INPUTS:
             runners = [self._runner(path, slot) for slot in range(len(self.modules))]
             self.module.get_submodule(path).forward = functools.partial(self._run_each, runners)
         self.looped.append(path)
@@ -90,14 +106,39 @@ class Template:
 
         def runner(slot: int) -> Callable[..., Tensor]:
             def loss(*rows: Tensor) -> Tensor:
-                return compute_loss(
-                    self._recipes[slot], *put_together(form, slot, rows.__getitem__)
-                )
+                assert self._pass is not None
+                mine = put_together(form, slot, rows.__getitem__)
+                with self._pass[0].streams.by_itself(slot, self._draws_python):
+                    return compute_loss(self._recipes[slot], *mine)
 
             return loss
 
         losses: Tensor = self._run_each(list(map(runner, range(len(self.modules)))), *tensors)
         return losses
+
+    def _watched(self, recipe: Recipe) -> Recipe:
+        """Whose inputs and loss do not draw of all slots at once what each has its own of."""
+
+        def inputs(batch: Any) -> Any:
+            assert self._pass is not None
+            assert recipe.inputs is not None
+            slots = self._pass[0]
+            before = slots.num_looped
+            with nothing_drawn():
+                found = recipe.inputs(batch)
+            if self._is_open and slots.num_looped > before:
+                raise Disagreement("operations of it do anyway")
+            return found
+
+        def loss(output: Any, batch: Any) -> Any:
+            assert recipe.loss is not None
+            with nothing_drawn():
+                return recipe.loss(output, batch)
+
+        watched: dict[str, Any] = {"inputs": inputs} if recipe.inputs is not None else {}
+        if recipe.loss is not None:
+            watched["loss"] = loss
+        return dataclasses.replace(recipe, **watched)
 
     def _runner(self, path: str, slot: int) -> Callable[..., Any]:
         part = self.modules[slot].get_submodule(path)
@@ -125,7 +166,10 @@ class Template:
         self._pass = (slots, stacked)
         try:
             with installed(self._places, tensors) as replaced:
+                before = host_words()
                 yield replaced
+                if host_words() != before:
+                    raise Declined(f"the model's forward {DRAWN}")
         finally:
             self._pass = None
 
@@ -135,8 +179,8 @@ class Template:
         found = None
         while trace is not None:
             owner = trace.tb_frame.f_locals.get("self")
-            if trace.tb_frame.f_code is compute_loss.__code__:
-                found = LOSS
+            if (part := OF_FRAME.get(trace.tb_frame.f_code)) is not None:
+                found = part
             elif isinstance(owner, nn.Module) and id(owner) in names:
                 found = names[id(owner)]
             trace = trace.tb_next

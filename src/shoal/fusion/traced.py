@@ -134,6 +134,12 @@ class TracedBackend(StackedBackend):
         """By a graph where there is one, else eagerly."""
         if self.is_paused:
             return super().train(crew, batches, active, scale)
+        with self._fed(crew, batches, active) as ready:
+            return self._train(crew, ready, active, scale)
+
+    def _train(
+        self, crew: Crew, batches: Sequence[Any], active: Sequence[bool], scale: float
+    ) -> Trained:
         kept = self._kept_for(crew, filled(batches, active))
         if kept is not None and self._is_ready(kept):
             inputs = self._inputs(crew, kept.masks, batches, active, scale)
@@ -144,7 +150,8 @@ class TracedBackend(StackedBackend):
         is_first = all(block.grad is None for block in crew.stacked.parameters.values())
         with self._listening(crew) as heard, _kernels(kept, crew):
             trained = super().train(crew, batches, active, scale)
-        if kept is not None and is_first and not trained.failures:
+        lacks = self._lacks_inputs(crew, batches)  # as it turned out
+        if kept is not None and is_first and not trained.failures and not lacks:
             blocks = crew.stacked.parameters
             gradients = {k: b.grad for k, b in blocks.items() if b.grad is not None}
             inputs = self._inputs(crew, (), batches, active, scale)
@@ -154,29 +161,32 @@ class TracedBackend(StackedBackend):
 
     def evaluate(self, crew: Crew, batches: Sequence[Any], active: Sequence[bool]) -> Evaluated:
         """By a graph where there is one, else eagerly."""
-        with torch.no_grad():
-            kept = self._kept_for(crew, filled(batches, active))
-            if kept is not None and self._is_ready(kept):
-                inputs = self._inputs(crew, kept.masks, batches, active, None)
-                ran = self._replay(kept, crew, inputs, active)
-                if ran is not None:
-                    outputs = _unstacked(kept.form, ran.others, crew.width)
-                    return Evaluated(masked(ran.losses, active), outputs)
-            with self._listening(crew) as heard, _kernels(kept, crew):
-                found = super().evaluate(crew, batches, active)
-            if kept is not None:
-                inputs = self._inputs(crew, (), batches, active, None)
-                others = _stacked(found.outputs) if crew.members[0].recipe.metrics else ()
-                eager = Ran(found.losses, {}, others, True)
-                one = filled(batches, active)[0]
-                self._learn_from(kept, crew, inputs, one, active, heard, eager)
+        with torch.no_grad(), self._fed(crew, batches, active) as ready:
+            return self._evaluate(crew, ready, active)
+
+    def _evaluate(self, crew: Crew, batches: Sequence[Any], active: Sequence[bool]) -> Evaluated:
+        kept = self._kept_for(crew, filled(batches, active))
+        if kept is not None and self._is_ready(kept):
+            inputs = self._inputs(crew, kept.masks, batches, active, None)
+            ran = self._replay(kept, crew, inputs, active)
+            if ran is not None:
+                outputs = _unstacked(kept.form, ran.others, crew.width)
+                return Evaluated(masked(ran.losses, active), outputs)
+        with self._listening(crew) as heard, _kernels(kept, crew):
+            found = super().evaluate(crew, batches, active)
+        if kept is not None and not self._lacks_inputs(crew, batches):
+            inputs = self._inputs(crew, (), batches, active, None)
+            others = _stacked(found.outputs) if crew.members[0].recipe.metrics else ()
+            eager = Ran(found.losses, {}, others, True)
+            one = filled(batches, active)[0]
+            self._learn_from(kept, crew, inputs, one, active, heard, eager)
         return found
 
     # -- which graph ----------------------------------------------------------------------
 
     def _kept_for(self, crew: Crew, batches: Sequence[Any]) -> Kept | None:
         """What is known of a pass over such batches; None where there can be no graph."""
-        if holds_floats(batches[0]):
+        if holds_floats(batches[0]) or self._lacks_inputs(crew, batches):
             return None
         is_training = crew.members[0].module.training
         key = (torch.is_grad_enabled(), is_training, layout_of(batches[0]))

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from shoal.core.arraykeys import ALL_LAYOUTS, ARRAY_KEYS, LOOPED, ONE_BASE, Base
+from shoal.core.arraykeys import ALL_LAYOUTS, ARRAY_KEYS, INPUTS, LOOPED, ONE_BASE, Base
 from shoal.core.plan import (
     ArrayPlace,
     ArrayRoom,
@@ -29,6 +29,13 @@ LOOPING = ("eager", "traced")
 """Passes in which parts of the model may run slot by slot."""
 IN_SHARDS = " spilled"
 """How the name of an array's group ends that is in shards."""
+
+
+def looped_of(parts: str, kind: PassKind) -> str:
+    """Which of them run slot by slot in passes of a kind: of what is compiled the inputs alone."""
+    if kind in LOOPING:
+        return parts
+    return INPUTS if kind == "compiled" and INPUTS in parts.split(", ") else ""
 
 
 class ArraySlot(NamedTuple):
@@ -110,8 +117,9 @@ def in_array(
         key |= {"array_pass": f"compiled, {compiler}", "array_floats": constants}
     if "array_batches" in job.numerics:
         key |= ALL_LAYOUTS
-    if place.looped and found.kind in LOOPING:
-        key[LOOPED] = place.looped
+    looped = looped_of(place.looped, found.kind)
+    if looped:
+        key[LOOPED] = looped
     if BASE in job.numerics:
         key, why = {**key, **ONE_BASE}, (*why, _told_of_base(job))
     own = _room(job, place, found, captures=captures, taken=taken)

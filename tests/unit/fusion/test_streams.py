@@ -33,8 +33,8 @@ def test_a_generator_and_the_defaults_draw_the_slots_numbers_in_turn(states):
     torch.manual_seed(2)
     expected = [torch.rand(2), torch.rand(2)]
     assert torch.equal(torch.stack(found), torch.stack(expected))
-    assert torch.equal(streams.states(1)[0], torch.get_rng_state())
-    assert torch.equal(streams.states(0)[0], states[0].torch)
+    assert torch.equal(streams.state(1).torch, torch.get_rng_state())
+    assert torch.equal(streams.state(0).torch, states[0].torch)
     torch.set_rng_state(outer)
 
 
@@ -47,8 +47,8 @@ def test_undo_leads_back_to_where_the_pass_began(states):
 
     streams.undo()
 
-    assert torch.equal(streams.states(0)[0], states[0].torch)
-    assert torch.equal(streams.states(1)[0], states[1].torch)
+    assert torch.equal(streams.state(0).torch, states[0].torch)
+    assert torch.equal(streams.state(1).torch, states[1].torch)
 
 
 def test_a_slot_that_takes_no_part_draws_from_a_spare(states):
@@ -59,7 +59,7 @@ def test_a_slot_that_takes_no_part_draws_from_a_spare(states):
     with streams.as_default(1):
         torch.rand(2)
 
-    assert torch.equal(streams.states(1)[0], states[1].torch)
+    assert torch.equal(streams.state(1).torch, states[1].torch)
 
 
 def test_the_process_keeps_its_own_numbers(states):

@@ -420,9 +420,9 @@ def _state_of(array: Array) -> dict[str, Tensor]:
     buffers = copied_to(HOST, crew.stacked.buffers)
     found = {f"{BUFFER}{name}": buffer for name, buffer in buffers.items()}
     for slot in range(crew.width):
-        host, local = crew.streams.states(slot)
-        found |= {f"{STREAM}{slot}": host}
-        found |= {} if local is None else {f"{LOCAL}{slot}": local}
+        drawn = crew.streams.state(slot)
+        found |= {f"{STREAM}{slot}": drawn.torch}
+        found |= {} if drawn.cuda is None else {f"{LOCAL}{slot}": drawn.cuda}
     return found
 
 
