@@ -249,6 +249,66 @@ ROWS_OF = {  # what: (operation with the rule, module of a slot, shape of its in
         lambda s: nn.Sequential(Fn(_derived, 6), nn.Linear(6, 6)),
         ROWS,
     ),
+    "random numbers": (
+        torch.rand,
+        lambda s: Fn(lambda x, w: x * w * torch.rand(4, 6).to(x), 6),
+        ROWS,
+    ),
+    "normal numbers": (
+        torch.randn,
+        lambda s: Fn(lambda x, w: x * w + torch.randn((4, 6), dtype=x.dtype), 6),
+        ROWS,
+    ),
+    "whole numbers": (
+        torch.randint,
+        lambda s: Fn(lambda x, w: x * w + torch.randint(2, 9, (4, 1)).to(x), 6),
+        ROWS,
+    ),
+    "an order": (
+        torch.randperm,
+        lambda s: Fn(lambda x, w: x * w * torch.randperm(6).to(x), 6),
+        ROWS,
+    ),
+    "random numbers like it": (
+        torch.rand_like,
+        lambda s: Fn(lambda x, w: x * w * torch.rand_like(x), 6),
+        ROWS,
+    ),
+    "normal numbers like it, transposed": (
+        torch.randn_like,
+        lambda s: Fn(lambda x, w: x * w + torch.randn_like((x * w).detach().t()).t(), 6),
+        ROWS,
+    ),
+    "whole numbers like it": (
+        torch.randint_like,
+        lambda s: Fn(lambda x, w: x * w + torch.randint_like(x, 1, 5), 6),
+        ROWS,
+    ),
+    "around others": (
+        torch.normal,
+        lambda s: Fn(lambda x, w: x * w + torch.normal(x.detach(), torch.full_like(x, 2.0)), 6),
+        ROWS,
+    ),
+    "by chance": (
+        torch.bernoulli,
+        lambda s: Fn(lambda x, w: x * w + torch.bernoulli(x.sigmoid()), 6),
+        ROWS,
+    ),
+    **{
+        f"filled by {operation.__name__}": (
+            operation,
+            lambda s, fill=operation, numbers=numbers: Fn(
+                lambda x, w: x * w * fill(torch.empty_like(x), *numbers), 6
+            ),
+            ROWS,
+        )
+        for operation, numbers in {
+            Tensor.normal_: (0.5, 2.0),
+            Tensor.uniform_: (),
+            Tensor.exponential_: (),
+            Tensor.bernoulli_: (0.3,),
+        }.items()
+    },
     "memory by itself": (Tensor.data.__get__, lambda s: Fn(lambda x, w: x * w + w.data, 6), ROWS),
     "weighted classes": (torch._C._nn.nll_loss_nd, lambda s: Fn(weighted, 3), (4, 3)),
 }

@@ -1,12 +1,13 @@
-"""What a pass needs that no graph of its operations can hold: masks that are drawn, and checks.
+"""What a pass needs that no graph of its operations can hold: what is drawn, and checks.
 
 A rule asks for both here. An eager pass has them at once; a pass that is made into a graph is
-given the masks, and leaves its checks to be looked at when the graph has run (``graph.py``).
+given what was drawn, masks of dropout for the most part, and leaves its checks to be looked at
+when the graph has run (``graph.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -40,18 +41,50 @@ class Mask(NamedTuple):
         return self[:4]
 
 
-class Outside(Protocol):
-    """Where a pass has its masks from, and where its checks go."""
+class Numbers(NamedTuple):
+    """Random numbers of all slots to be drawn: of one trial's shape and strides, by a method.
 
-    def masks(self, mask: Mask) -> Tensor:
-        """Zeros and 1 / (1 - rate) for every slot: [N, ...]."""
+    ``method`` fills a tensor in place (``"normal_"``) with ``numbers`` for its arguments; or is
+    ``"randperm"``.
+    """
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    width: int
+    method: str
+    numbers: tuple[float, ...]
+
+    @classmethod
+    def like(
+        cls, one: Tensor, device: torch.device, width: int, method: str, numbers: tuple[float, ...]
+    ) -> Numbers:
+        """Of the shape, strides and type of ``one``, on ``device``."""
+        return cls(tuple(one.shape), one.stride(), one.dtype, device, width, method, numbers)
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """All of it."""
+        return tuple(self)
+
+
+Ask = Mask | Numbers
+"""What is drawn outside of a pass. Two of one ``shape`` differ in nothing but rates."""
+
+
+class Outside(Protocol):
+    """Where a pass has what is drawn from, and where its checks go."""
+
+    def masks(self, ask: Ask) -> Tensor:
+        """For every slot [N, ...]: zeros and 1 / (1 - rate), or random numbers."""
         ...
 
-    def require_range(self, index: Tensor, size: int) -> None:
-        """Refuse an index that would read a neighbour's rows in a table of all slots.
+    def require(self, holds: Tensor, otherwise: Callable[[], Exception]) -> None:
+        """Refuse what torch refuses of one trial; ``holds`` is a truth of all slots.
 
         Raises:
-            IndexError: as torch does for one trial.
+            Exception: what ``otherwise`` makes, where that is not so.
         """
         ...
 
@@ -66,19 +99,16 @@ class AtOnce:
     def __init__(self, streams: SlotStreams) -> None:
         self._streams = streams
 
-    def masks(self, mask: Mask) -> Tensor:
+    def masks(self, ask: Ask) -> Tensor:
         """Drawn from every slot's own generator."""
-        return draw(self._streams, mask)
+        return draw(self._streams, ask)
 
-    def require_range(self, index: Tensor, size: int) -> None:
+    def require(self, holds: Tensor, otherwise: Callable[[], Exception]) -> None:
         """Checked here; on a GPU there is no wait for the device."""
-        if not index.numel():
-            return
-        least, most = torch.aminmax(index)
-        if index.is_cuda:
-            torch._assert_async((least >= 0) & (most < size))
-        elif least < 0 or most >= size:
-            raise IndexError(f"index out of range: {int(least)} to {int(most)}, of {size} rows")
+        if holds.is_cuda:
+            torch._assert_async(holds)
+        elif not holds:
+            raise otherwise()
 
     def loops(self, name: str) -> None:
         """It may."""
@@ -88,28 +118,28 @@ class Heard(AtOnce):
     """The same, and what was drawn is kept: a graph of this pass would be given it.
 
     Attributes:
-        asked, drawn: the masks, in the order of the pass.
+        asked, drawn: the masks and numbers, in the order of the pass.
     """
 
     def __init__(self, streams: SlotStreams) -> None:
         super().__init__(streams)
-        self.asked: list[Mask] = []
+        self.asked: list[Ask] = []
         self.drawn: list[Tensor] = []
 
     def restart(self) -> None:
         """What was drawn until now is undone; the pass begins anew."""
         self.asked, self.drawn = [], []
 
-    def masks(self, mask: Mask) -> Tensor:
+    def masks(self, ask: Ask) -> Tensor:
         """Drawn, and kept."""
-        found = super().masks(mask)
-        self.asked.append(mask)
+        found = super().masks(ask)
+        self.asked.append(ask)
         self.drawn.append(found)
         return found
 
 
 class Given:
-    """What a pass has that is made into a graph: masks are inputs, checks are outputs.
+    """What a pass has that is made into a graph: what is drawn is an input, checks are outputs.
 
     Attributes:
         checks: for each, whether it holds: a tensor of no dimensions.
@@ -119,25 +149,41 @@ class Given:
         self._masks: Iterator[Tensor] = iter(masks)
         self.checks: list[Tensor] = []
 
-    def masks(self, mask: Mask) -> Tensor:
+    def masks(self, ask: Ask) -> Tensor:
         """The next one that was given."""
         found = next(self._masks, None)
-        if found is None or tuple(found.shape[1:]) != mask.size:
+        if found is None or tuple(found.shape[1:]) != ask.size:
             raise Untraceable("it draws other masks when it is run again")
         return found
 
-    def require_range(self, index: Tensor, size: int) -> None:
+    def require(self, holds: Tensor, otherwise: Callable[[], Exception]) -> None:
         """To be looked at when the graph has run."""
-        if index.numel():
-            least, most = torch.aminmax(index)
-            self.checks.append((least >= 0) & (most < size))
+        self.checks.append(holds)
 
     def loops(self, name: str) -> None:
-        """What draws by itself, or for each slot, has no place in a graph."""
+        """What draws by the values of a tensor, or runs for each slot, has no place in a graph."""
         raise Untraceable(f"{name} runs slot by slot, which a graph does not hold")
 
 
-def draw(streams: SlotStreams, mask: Mask) -> Tensor:
+def draw(streams: SlotStreams, ask: Ask) -> Tensor:
+    """Masks or numbers [N, ...], each from its slot's own generator."""
+    return _numbers(streams, ask) if isinstance(ask, Numbers) else _masks(streams, ask)
+
+
+def _numbers(streams: SlotStreams, ask: Numbers) -> Tensor:
+    size, stride, dtype, device, width, method, numbers = ask
+    elements = max(1, torch.Size(size).numel())
+    drawn = torch.empty_strided((width, *size), (elements, *stride), dtype=dtype, device=device)
+    for slot in range(width):
+        generator = streams.generator(slot, device)
+        if method == "randperm":
+            drawn[slot] = torch.randperm(*size, generator=generator, device=device, dtype=dtype)
+        else:
+            getattr(drawn[slot], method)(*numbers, generator=generator)
+    return drawn
+
+
+def _masks(streams: SlotStreams, mask: Mask) -> Tensor:
     """Masks [N, ...], each from its slot's own generator.
 
     On the CPU what ``torch.dropout`` draws; elsewhere its kernel draws itself, once per slot.

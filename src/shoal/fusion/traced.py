@@ -37,7 +37,7 @@ from shoal.fusion.level import entered
 from shoal.fusion.likeness import same_bits
 from shoal.fusion.member import Member
 from shoal.fusion.outputs import by_slot, taken_apart
-from shoal.fusion.outside import Given, Heard, Mask, Outside, draw
+from shoal.fusion.outside import Ask, Given, Heard, Outside, draw
 from shoal.fusion.slots import Slots
 from shoal.kernelchoice import repeatable
 
@@ -54,7 +54,7 @@ class Kept:
     constants: tuple[str, ...] = ()  # of the slots it was made for
     graph: Graph | None = None
     form: Sequence[Any] = ()  # of its output, alone; nothing where nobody reads it
-    masks: tuple[Mask, ...] = ()
+    masks: tuple[Ask, ...] = ()
     crew: int = -1  # the members whose rates the masks have
     rates: tuple[str, ...] = ()  # of the slots then, with all other floats
     proven: bool = False  # equal to a second eager pass
@@ -206,7 +206,7 @@ class TracedBackend(StackedBackend):
     def _inputs(
         self,
         crew: Crew,
-        masks: Sequence[Mask],
+        masks: Sequence[Ask],
         batches: Sequence[Any],
         active: Sequence[bool],
         scale: float | None,

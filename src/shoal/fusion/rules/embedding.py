@@ -28,7 +28,7 @@ def embedding(
     table, index = slots.stacked(weight), slots.stacked(indices)
     with plainly():
         size = table.shape[1]
-        slots.outside.require_range(index, size)
+        _require_range(slots, index, size)
         first = torch.arange(slots.width, device=index.device) * size
         rows = index + first.view(-1, *([1] * (index.dim() - 1)))
         out = torch.embedding(table.flatten(0, 1), rows)
@@ -36,3 +36,19 @@ def embedding(
             padding = (index == padding_idx).unsqueeze(-1)
             out = torch.where(padding, out.detach(), out)
     return slots.slotted(out)
+
+
+def _require_range(slots: Slots, index: Tensor, size: int) -> None:
+    """Refuse an index that would read a neighbour's rows in a table of all slots.
+
+    Raises:
+        IndexError: as torch does for one trial.
+    """
+    if not index.numel():
+        return
+    least, most = torch.aminmax(index)
+
+    def beyond() -> IndexError:
+        return IndexError(f"index out of range: {int(least)} to {int(most)}, of {size} rows")
+
+    slots.outside.require((least >= 0) & (most < size), beyond)

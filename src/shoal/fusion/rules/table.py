@@ -17,6 +17,7 @@ from torch.nn import functional
 from shoal.fusion.rules.activation import where_it_lies
 from shoal.fusion.rules.attention import attention
 from shoal.fusion.rules.convolution import conv, conv_transpose
+from shoal.fusion.rules.drawing import DRAWING
 from shoal.fusion.rules.dropout import dropout, dropout_, feature_dropout, feature_dropout_
 from shoal.fusion.rules.embedding import embedding
 from shoal.fusion.rules.gradient import grad
@@ -65,4 +66,5 @@ RULES: dict[Callable[..., Any], Rule] = {
     torch._C._nn.nll_loss_nd: nll_loss,
     **{activation: where_it_lies(activation) for activation in WRITTEN_OVER},
     **{shape: as_it_lies_alone(shape) for shape in SHAPES},
+    **DRAWING,
 }
