@@ -233,6 +233,19 @@ def test_a_point_that_fits_no_device_fails_alone(tmp_path, warm_workers):
     assert "TooLarge" in report.trials[4].error
 
 
+@pytest.mark.parametrize("width", [100_000, -1], ids=["fits no device", "cannot be built"])
+def test_a_point_that_cannot_run_fails_alone_in_a_run_that_goes_on_too(
+    width, tmp_path, warm_workers
+):
+    recipe = shoal.Recipe(model=_wide, data=searches.data, loss=searches.loss)
+    options = {"space": {"lr": 0.01, "width": shoal.choice(8, 100_000, -1)}, "epochs": 1}
+    options |= {"generation": 1, "sampler": Scripted({2: width}), "directory": tmp_path}
+    for trials in (2, 3, 4):  # only the one that cannot run is left to the second run
+        report = studies.run(shoal.Study("k", recipe, trials=trials, **options), warm_workers)
+        assert states(report) == ["FINISHED", "FINISHED", "FAILED", "FINISHED"][:trials]
+    assert ("TooLarge" if width > 0 else "negative dimension") in report.trials[2].error
+
+
 class Scripted(optuna.samplers.BaseSampler):
     """Suggests a width by the number of the trial, 8 unless told otherwise."""
 

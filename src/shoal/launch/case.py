@@ -64,6 +64,19 @@ class Case:
         """Trials that the search has not come to yet."""
         return _to_come(self.hunt)
 
+    @property
+    def unplanned(self) -> frozenset[int]:
+        """Trials that the search came to, and that no run planned before."""
+        searched = {t.number for t in self.merged.record.trials if t.origin == "searched"}
+        planned = {row.number for row in self.before.trials if row.numerics}
+        return frozenset({trial.number for trial in self.todo} & searched - planned)
+
+    @property
+    def built(self) -> list[TrialSpec]:
+        """The trial that came furthest of those that an earlier run planned, if there are any."""
+        rows = sorted((row for row in self.before.trials if row.numerics), key=lambda r: -r.step)
+        return [self.merged.record.trial(row.number).to_spec() for row in rows[:1]]
+
 
 def refuse_early(study: Asked, request: Request) -> None:
     """Refuse what can be seen to be wrong before anything is made.

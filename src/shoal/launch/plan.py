@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -26,6 +26,7 @@ from shoal.launch.packing import pack_recipe
 from shoal.launch.policy import generation_bytes
 from shoal.launch.replaced import find_changes
 from shoal.launch.request import Asked
+from shoal.launch.searching import plan_known_first
 from shoal.pipeline.stops import Stops
 from shoal.planning import (
     Fusing,
@@ -66,6 +67,8 @@ def plan_study(
     reseats: bool = False,
     idle: Sequence[DeviceSpec] = (),
     pins: Pins = NO_PINS,
+    new: Collection[int] = (),
+    built: Sequence[TrialSpec] = (),
 ) -> tuple[Planner, Planned]:
     """Measure and decide; the pool is configured for the study afterwards.
 
@@ -79,6 +82,8 @@ def plan_study(
         reseats: Whether ``fuse`` holds for those under way too, though their bits change.
         idle: Devices beside the hardware's, for a trial that is a pipeline over them too.
         pins: How a plan that is followed has trials train.
+        new: Trials of a search that nobody planned before; they fail alone.
+        built: A trial that was planned in an earlier run, if there was one.
 
     Raises:
         PlanError: a trial fits in no way, or not as it was planned, what is forced cannot be
@@ -131,8 +136,16 @@ def plan_study(
     )
     limits = study.limits()
     planner.in_files = asks_for_files(technique, pins)
-    first = FirstPlan(planner, pool, limits.watchdog, slow_s=limits.slow_s, sink=sink)
-    planned = first.make(trials)
+    first, alone = (
+        FirstPlan(who, pool, limits.watchdog, slow_s=limits.slow_s, sink=sink)
+        for who in (planner, planner.forced(technique, 1.0))
+    )
+    planned = plan_known_first(
+        first.make,
+        trials,
+        new if built else (),
+        try_built=lambda: alone.make(built),
+    )
     require_followed(pins, planned.plan, recorded.keys() | before.keys())
     if more := planned.plan.devices[len(hardware.devices) :]:
         pool.warm(len(planned.plan.devices))

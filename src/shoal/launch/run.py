@@ -184,6 +184,8 @@ class Run:
             reseats=self._request.accept_numerics,
             idle=self._idle(case),
             pins=pins_of(self._request.plan, case.found.numerics.keys()),
+            new=case.unplanned,
+            built=case.built,
         )
         decided = interval_of(self._study.policy, planned.plan, case.place.path)
         self._settings = replace(self._settings, checkpoint_every_s=float(decided.every_s))

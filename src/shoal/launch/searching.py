@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
-from shoal.core.errors import PlanError, SpecError, TrialError, WorkerError
+from shoal.core.errors import PlanError, ShoalError, SpecError, TrialError, WorkerError
 from shoal.core.plan import Plan
 from shoal.core.spec import TrialSpec
 from shoal.execution.hunt import Hunt, Telling
@@ -99,6 +99,48 @@ def plan_some(make: MakePlan, trials: Sequence[TrialSpec], first: Plan) -> Plann
             none = replace(first, jobs=(), failures=failures, notes=())
             return Planned(plan=none, layouts={}, num_batches={}, failures=failures)
     return _joined([plan_some(make, [trial], first) for trial in trials])
+
+
+def plan_known_first(
+    make: MakePlan,
+    trials: Sequence[TrialSpec],
+    new: Collection[int],
+    try_built: Callable[[], Planned],
+) -> Planned:
+    """Plan trials of a search that goes on, of which ``new`` ones were never planned before.
+
+    These fail alone if they cannot be run, as they would have in a run that nobody ended; unless
+    what was planned before cannot be run now either.
+
+    Args:
+        try_built: Plans a trial by itself that was planned in an earlier run.
+
+    Raises:
+        PlanError, SpecError, TrialError, WorkerError: not only new ones cannot be run.
+    """
+    try:
+        return make(trials)
+    except (PlanError, SpecError, TrialError, WorkerError) as error:
+        known = [trial for trial in trials if trial.number not in new]
+        if len(known) == len(trials):
+            raise
+        first = make(known) if known else _nothing(try_built, error)
+    later = [trial for trial in trials if trial.number in new]
+    return _joined([first, plan_some(make, later, first.plan)])
+
+
+def _nothing(try_built: Callable[[], Planned], error: ShoalError) -> Planned:
+    """A plan without trials, where one that was planned before can be planned now.
+
+    Raises:
+        ShoalError: it cannot; the ``error`` of the others.
+    """
+    try:
+        tried = try_built()
+    except (PlanError, SpecError, TrialError, WorkerError):
+        raise error from None
+    none = replace(tried.plan, jobs=(), notes=(), warnings=())
+    return Planned(plan=none, layouts={}, num_batches={}, failures={})
 
 
 def _joined(planned: Sequence[Planned]) -> Planned:

@@ -112,11 +112,11 @@ class Planner:
 
     def forced(
         self,
-        technique: Technique,
+        technique: Technique | None,
         growth: float,
         devices: Sequence[DeviceSpec] | None = None,
     ) -> Planner:
-        """The same, with a technique that is not to be chosen, for some of the devices or all.
+        """The same for trials by themselves, as ``technique``, for some of the devices or all.
 
         ``growth``: batches take so many times what the first one takes.
         """
