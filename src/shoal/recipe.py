@@ -47,7 +47,13 @@ NO_LSTM = (
 )
 
 
-@names_what_is_meant
+@names_what_is_meant(
+    **dict.fromkeys(("lr_scheduler", "scheduler"), "schedule"),
+    **dict.fromkeys(("criterion", "loss_fn"), "loss"),
+    **dict.fromkeys(("accumulate_grad_batches", "gradient_accumulation_steps"), "accumulate"),
+    **dict.fromkeys(("gradient_clip_val", "max_grad_norm"), "clip_grad_norm"),
+    **dict.fromkeys(("training_step", "train_step"), "step"),
+)
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """How to build, feed and train one model; unmodified PyTorch throughout.

@@ -50,7 +50,20 @@ from shoal.search.wanted import Wanted, check_search
 from shoal.source import stop_reading
 
 
-@names_what_is_meant
+@names_what_is_meant(
+    **dict.fromkeys(("direction", "optimize", "goal"), "mode"),
+    **dict.fromkeys(("n_trials", "num_trials", "max_trials", "num_samples"), "trials"),
+    **dict.fromkeys(("config", "param_space", "search_space", "params", "hp"), "space"),
+    **dict.fromkeys(("scheduler", "early_stopping"), "pruner"),
+    **dict.fromkeys(("search_alg", "searcher", "algorithm"), "sampler"),
+    **dict.fromkeys(("study_name", "project"), "name"),
+    **dict.fromkeys(("storage", "storage_path", "local_dir", "save_dir"), "directory"),
+    **dict.fromkeys(("timeout", "time_budget_s", "max_time"), "time_limit"),
+    **dict.fromkeys(("n_epochs", "num_epochs", "max_epochs"), "epochs"),
+    **dict.fromkeys(("n_steps", "num_steps", "max_steps"), "steps"),
+    **dict.fromkeys(("val_check_interval", "eval_steps"), "eval_every"),
+    **dict.fromkeys(("objective", "trainable"), "recipe"),
+)
 class Study:
     """Trials of one recipe over a search space; the object a user makes and runs.
 

@@ -17,9 +17,16 @@ from shoal.core.errors import SpecError
         (shoal.Study, "sampeler", "sampler"),
         (shoal.Recipe, "optimiser", "optimizer"),
         (shoal.Recipe, "metric", "metrics"),
+        (shoal.Study, "direction", "mode"),  # closer to "directory"
+        (shoal.Study, "n_trials", "trials"),
+        (shoal.Study, "num_samples", "trials"),
+        (shoal.Study, "config", "space"),
+        (shoal.Study, "scheduler", "pruner"),
+        (shoal.Recipe, "criterion", "loss"),
+        (shoal.Recipe, "gradient_clip_val", "clip_grad_norm"),
     ],
 )
-def test_an_argument_with_a_slip_is_told_which_was_meant(kind, given, meant):
+def test_an_argument_with_a_slip_or_of_another_library_is_told_which_was_meant(kind, given, meant):
     with pytest.raises(SpecError) as caught:
         kind(**{given: 3})
     assert str(caught.value) == (
@@ -40,3 +47,10 @@ def test_what_an_editor_shows_of_a_class_stays():
 def test_an_argument_that_is_missing_is_told_of_as_ever():
     with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'space'"):
         shoal.Study("a", None)
+
+
+@pytest.mark.parametrize("kind", [shoal.Study, shoal.Recipe])
+def test_what_other_libraries_call_it_is_a_name_that_is_here(kind):
+    names = inspect.getclosurevars(kind.__init__).nonlocals["elsewhere"]
+    assert set(names.values()) <= set(inspect.signature(kind).parameters)
+    assert not names.keys() & set(inspect.signature(kind).parameters)
