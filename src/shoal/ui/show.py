@@ -36,13 +36,13 @@ from shoal.ui.studies import find_recorded, last_written, study_directories
 from shoal.ui.text import (
     DASH,
     align,
+    align_within,
     fits,
     format_changes,
     format_metric,
     format_steps,
     how,
     plain_reason,
-    short_titles,
     shorten,
     terminal_width,
     varying_names,
@@ -175,7 +175,8 @@ def show_study(name: str | None, trial: int | None, directory: Path, *, as_json:
         snapshot = Snapshot.of(read_trial(place, trial))
         row = _find_trial(snapshot, trial)
         record = trial_record(row) | {"history": [entry.to_dict() for entry in row.history]}
-        text = wrap(describe_trial(snapshot, row, place), terminal_width())
+        width = terminal_width()
+        text = wrap(describe_trial(snapshot, row, place, width=width), width)
         print(jsonl.dumps(record, indent=2) if as_json else text)
         return ExitCode.DONE
     snapshot = read_snapshot(place, with_actions=True)
@@ -230,20 +231,8 @@ def leaderboard(snapshot: Snapshot, study: str = "running", *, width: int | None
     from_, how_, state, step, loss, _, took = range(1 + len(names), len(header))
     left = [from_] * (not any(row.inherited for row in rows))
     left += [state] * all(row.state is TrialState.FINISHED for row in rows)
-    text, titles, left_out = align(*without_columns(header, table, left)), header, []
-    if not fits(text, width):
-        titles = short_titles(header, table)
-        text = align(*without_columns(titles, table, left))
-    for place in (took, how_, step, loss, from_, *range(len(names), 0, -1)):
-        if fits(text, width):
-            break
-        if place not in left:
-            left.append(place)
-            left_out.append(header[place])
-            text = align(*without_columns(titles, table, left))
-    if left_out:
-        text += f"\n(no room for {', '.join(left_out)})"
-    return text
+    droppable = (took, how_, step, loss, from_, *range(len(names), 0, -1))
+    return align_within(header, table, width, droppable, left)
 
 
 def ranking(snapshot: Snapshot) -> list[TrialRow]:
@@ -432,8 +421,10 @@ def _trains_as(row: TrialRow) -> str:
     return f"{technique}, {seat}, {cut}" if row.technique == "Spilled" else seat
 
 
-def describe_trial(snapshot: Snapshot, row: TrialRow, place: Path) -> str:
-    """A trial as text: settings, learning curve, error."""
+def describe_trial(
+    snapshot: Snapshot, row: TrialRow, place: Path, *, width: int | None = None
+) -> str:
+    """A trial as text: settings, learning curve, error; ``width``: of a line of the curve."""
     settings = ", ".join(f"{name}={format_value(value)}" for name, value in row.hp.items())
     state = trial_state(row, study_state(snapshot, place))
     none = "" if row.step else "on no device yet; "  # which one was last is not on record
@@ -461,7 +452,7 @@ def describe_trial(snapshot: Snapshot, row: TrialRow, place: Path) -> str:
         lines.append(f"weights: {_inside(place, row.checkpoint)}")
     lines += _best_lines(snapshot, row, place)
     if row.history:
-        lines += ["", _history_table(row)]
+        lines += ["", _history_table(row, snapshot.metric, width)]
     if row.error:
         lines += ["", row.error.rstrip()]
     return "\n".join(lines)
@@ -487,7 +478,7 @@ def _inheritance_line(taken: Inherited) -> str:
     )
 
 
-def _history_table(row: TrialRow) -> str:
+def _history_table(row: TrialRow, metric: str, width: int | None) -> str:
     names = list(dict.fromkeys(name for entry in row.history for name in entry.metrics))
     cells = [
         [
@@ -498,7 +489,9 @@ def _history_table(row: TrialRow) -> str:
         ]
         for entry in row.history
     ]
-    return align(["step", "epoch", "after", *names], cells)
+    header = ["step", "epoch", "after", *names]
+    others = [place for place in range(len(header) - 1, 0, -1) if header[place] != metric]
+    return align_within(header, cells, width, [2, *others])
 
 
 def _inside(place: Path, written: str) -> Path:

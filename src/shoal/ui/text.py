@@ -121,6 +121,32 @@ def short_titles(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[s
     ]
 
 
+def align_within(
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    width: int | None,
+    droppable: Sequence[int],
+    left: Iterable[int] = (),
+) -> str:
+    """A table without the columns ``left``, of lines of at most ``width`` characters.
+
+    Long titles are shortened first, then ``droppable`` columns left out in that order, and named.
+    """
+    gone, left_out = list(left), list[str]()
+    text, titles = align(*without_columns(header, rows, gone)), header
+    if not fits(text, width):
+        titles = short_titles(header, rows)
+        text = align(*without_columns(titles, rows, gone))
+    for place in droppable:
+        if fits(text, width):
+            break
+        if place not in gone:
+            gone.append(place)
+            left_out.append(header[place])
+            text = align(*without_columns(titles, rows, gone))
+    return text + f"\n(no room for {', '.join(left_out)})" * bool(left_out)
+
+
 def wrap(text: str, width: int | None) -> str:
     """Each line of at most ``width`` characters, cut between words and indented from then on.
 

@@ -124,6 +124,24 @@ def test_a_narrow_leaderboard_has_short_titles_before_it_lacks_columns(
     assert "no room" not in narrow
 
 
+def test_a_narrow_table_of_evaluations_keeps_the_step_and_the_metric_of_the_study(
+    tmp_path: Path, study_events: Events
+) -> None:
+    found = {"valid_a_metric_with_a_long_name": 0.25, "train_loss": 0.75, "valid_loss": 0.5}
+    evaluated = Evaluated(time=8.0, trial=0, step=20, epoch=2, metrics=found)
+    snapshot, row = _snapshot_and_row([*study_events(2), evaluated], 0)
+
+    def table(width: int | None) -> list[str]:
+        text = describe_trial(snapshot, row, tmp_path, width=width)
+        lines = text.splitlines()
+        return lines[next(at for at, line in enumerate(lines) if line.startswith("step  ")) :]
+
+    assert set(table(None)[0].split()) == {"step", "epoch", "after", *found}
+    assert table(24)[0].split() == ["step", "epoch", "valid_loss"]
+    assert max(map(len, table(24)[:-1])) <= 24
+    assert table(24)[-1].startswith("(no room for after, ")
+
+
 def test_a_narrow_table_of_devices_lacks_what_says_least(study_events: Events) -> None:
     snapshot = Snapshot.of(study_events(2))
     whole = device_table(snapshot).splitlines()[0]
