@@ -271,7 +271,8 @@ class Study:
                 train on from their last state, failed ones with ``retry_failed``; those that
                 ended keep what they have. Each trial's record says with which recipe it trained
                 since which step; one that trained with two cannot be verified. Once on record
-                the recipe stays, without this option.
+                the recipe stays, without this option. So does a sampler of Optuna's that was made
+                with other values: trials on record keep their points.
             timeline: Record every action for ``shoal trace``.
             fuse: ``"auto"`` trains trials of one shape as arrays, as wide as was measured to
                 be quickest; a number is that width; ``"off"`` is none. ``"16-compiled"`` also

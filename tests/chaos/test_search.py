@@ -494,6 +494,41 @@ def test_a_sampler_or_pruner_made_with_other_values_is_another_one(tmp_path, war
         studies.run(study(random_one(seed=2), halving(min_resource=1)), warm_workers)
 
 
+class Raises(Scripted):
+    """Raises where it is asked for a trial beyond the last that it is meant for."""
+
+    def __init__(self, last) -> None:
+        super().__init__({})
+        self.last = last
+
+    def sample_independent(self, study, trial, name, distribution):
+        if trial.number > self.last:
+            raise ValueError("no more")
+        return super().sample_independent(study, trial, name, distribution)
+
+
+def test_a_study_whose_sampler_raises_late_loses_nothing_and_goes_on_with_a_mended_one(
+    tmp_path, warm_workers
+):
+    def run(last, trials=7, **options):
+        study = searches.make(
+            tmp_path, trials=trials, space={"lr": shoal.uniform(0.0, 0.1), "norm": True},
+            epochs=2, generation=2, sampler=Raises(last),
+        )  # fmt: skip
+        return studies.run(study, warm_workers, **options)
+
+    for _ in range(2):
+        with pytest.raises(SpecError, match=r"ValueError: no more.*The 4 trials that there are"):
+            run(3)
+    assert len(run(3, trials=4).trials) == 4
+    with pytest.raises(SpecError, match=r"had last=3, and last=9 is asked for now.*or accept it"):
+        run(9)
+    report = run(9, accept_recipe=True)
+    assert set(states(report)) <= {"FINISHED", "PRUNED"}
+    assert len(report.trials) == 7
+    assert len(run(9, trials=8).trials) == 8  # it is on record
+
+
 # -- no room ----------------------------------------------------------------------------------
 
 

@@ -84,6 +84,9 @@ def merge(
     longer = tuple(_with_more_to_do(recorded, progress, asked))
     is_first = not _trained(progress)
     accepts = is_same_recipe or is_first or accept_recipe
+    refuse.another_study(recorded, asked)
+    refuse.another_unit(recorded, asked)
+    refuse.another_search(recorded, asked, accepts_sampler=accept_recipe)
     _refuse(recorded, progress, asked, pairing, accepts_recipe=accepts)
     refuse.weights_only(recorded, asked, _without_state(progress, longer))
     new = number_on(replace(asked, trials=recorded.trials), pairing.new, "asked")
@@ -126,10 +129,7 @@ def _refuse(
     *,
     accepts_recipe: bool,
 ) -> None:
-    """Say no to the first thing that cannot be merged, the most basic one first."""
-    refuse.another_study(recorded, asked)
-    refuse.another_unit(recorded, asked)
-    refuse.another_search(recorded, asked)
+    """Say no to the first thing of the same search that cannot be merged."""
     if recorded.is_adaptive:
         refuse.another_space(recorded, asked)
     refuse.another_seed(recorded, asked)
@@ -200,6 +200,12 @@ def _changes(recorded: StudyRecord, merged: StudyRecord, longer: tuple[int, ...]
         yield "another recipe: no trial had a step of the one before."
     else:
         yield from _other_permissions(recorded, merged)
+    if other := refuse.other_sampler(recorded, merged):
+        name, was, now = other
+        yield (
+            f"another sampler from here on, as was accepted: it has {name}={now}, before {was}; "
+            "trials on record keep their points."
+        )
     if merged.space != recorded.space:
         yield f"the space is {merged.space}; it was {recorded.space}."
     if merged.length != recorded.length:

@@ -39,8 +39,13 @@ def another_unit(recorded: StudyRecord, asked: StudyRecord) -> None:
 _PLAIN = {"grid or random", "grid", "random"}
 
 
-def another_search(recorded: StudyRecord, asked: StudyRecord) -> None:
-    """Trials were chosen or ended by results, and that would go on by other rules."""
+def another_search(
+    recorded: StudyRecord, asked: StudyRecord, *, accepts_sampler: bool = False
+) -> None:
+    """Trials were chosen or ended by results, and that would go on by other rules.
+
+    ``accepts_sampler``: the same one may have been made with other values.
+    """
     if not (recorded.search or asked.search):
         return
     was, now = _rules(recorded), _rules(asked)
@@ -48,7 +53,7 @@ def another_search(recorded: StudyRecord, asked: StudyRecord) -> None:
     if {was["sampler"], now["sampler"]} <= _PLAIN and "pruner" in others:
         others = [n for n in others if n != "sampler"]  # only named differently beside a pruner
     for what in ("sampler", "pruner"):
-        if what not in others:
+        if what not in others and not (what == "sampler" and accepts_sampler):
             _another_parameter(recorded, asked, what)
     if others:
         name = others[0]
@@ -71,11 +76,19 @@ def _another_parameter(recorded: StudyRecord, asked: StudyRecord, what: str) -> 
             f"Which trials there are follows from that. Put the seed back, {_OTHERWISE}"
         )
     name, was, now = found
+    accepted = "or accept it for the trials to come (accept_recipe=True, --accept-recipe), "
     raise SpecError(
         f"cannot go on with study {asked.name!r}: its {what}, {asked.search[what]}, had "
         f"{name}={was}, and {name}={now} is asked for now. Which trials there are, and which "
-        f"ended early, follows from that. Put {name}={was} back, {_OTHERWISE}"
+        f"ended early, follows from that. Put {name}={was} back, "
+        f"{accepted if what == 'sampler' else ''}{_OTHERWISE}"
     )
+
+
+def other_sampler(recorded: StudyRecord, asked: StudyRecord) -> tuple[str, str, str] | None:
+    """The first parameter that the sampler of a search was made with otherwise; and how."""
+    texts = (record.search.get("sampler parameters", "") for record in (recorded, asked))
+    return first_difference(*texts)
 
 
 def another_space(recorded: StudyRecord, asked: StudyRecord) -> None:

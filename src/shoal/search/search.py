@@ -28,6 +28,8 @@ from functools import partial
 from itertools import count
 from math import inf
 
+from shoal.core.errors import SpecError
+from shoal.core.units import counted
 from shoal.search.facts import Facts, How
 from shoal.search.rules import Rule
 from shoal.search.space import Point
@@ -130,6 +132,18 @@ class Search:
         Raises:
             SpecError: the sampler cannot serve the space.
         """
+        try:
+            return self._more()
+        except SpecError as error:
+            if not (known := len(self._facts)):
+                raise
+            raise SpecError(
+                f"{error} The {counted(known, 'trial')} that there are stay as they are. Mend the "
+                "sampler and go on with it (accept_recipe=True, --accept-recipe), or give "
+                f"trials={known}: then these are all, and those that have not ended train on."
+            ) from error
+
+    def _more(self) -> list[Point]:
         points: list[Point] = []
         suggester = self._suggester
         while suggester is not None and self._may_ask(place := len(suggester)):

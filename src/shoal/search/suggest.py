@@ -41,6 +41,7 @@ _REHEARSED = (
     Facts({}, how="failed"),
 )
 """What comes of the trials that a sampler is asked for before any trains."""
+_MOST_REHEARSED = 128
 
 
 class Suggester:
@@ -151,10 +152,14 @@ class Suggester:
             ) from error
 
 
-def check_repeats(sampler: Any, space: Mapping[str, Distribution], mode: str) -> None:
+def check_repeats(
+    sampler: Any, space: Mapping[str, Distribution], mode: str, total: int = 0
+) -> None:
     """Refuse a sampler that draws otherwise each time: its study could not be resumed.
 
     It is told of trials too: one that raises then would end a study that has trained for hours.
+    One that draws at random at first is asked until it goes by results, if any of the ``total``
+    trials comes so late.
 
     Raises:
         SpecError: two copies of it suggest different points, or it raised.
@@ -172,6 +177,23 @@ def check_repeats(sampler: Any, space: Mapping[str, Distribution], mode: str) ->
             f"the sampler {name} draws otherwise each time, so that no run could be repeated or "
             f"resumed. Give it a seed: {name}(seed=0)."
         )
+    for index in range(len(_REHEARSED), min(total - 1, _num_at_random(sampler) + 3)):
+        if probe.is_over:
+            break
+        probe.tell(index, Facts({}, values=[1.0], how="finished", value=1.0 / index))
+        probe.suggest()
+
+
+def _num_at_random(sampler: Any) -> int:
+    """How many trials a sampler of Optuna's draws at random before it goes by results.
+
+    0 where it would take seconds to find out what comes then.
+    """
+    if is_of(sampler, "samplers", "GPSampler"):
+        return 0
+    counts = [getattr(sampler, name, 0) for name in ("_n_startup_trials", "_population_size")]
+    most = max((count for count in counts if isinstance(count, int)), default=0)
+    return most if most <= _MOST_REHEARSED else 0
 
 
 def num_points(sampler: Any, space: Mapping[str, Distribution]) -> int | None:

@@ -113,7 +113,7 @@ class Wanted:
         """
         if not self.is_adaptive:
             return trials_of(self.space, self.trials, self.seed, self.sampler)
-        check_repeats(self._make_sampler(), self.space, self.mode)
+        check_repeats(self._make_sampler(), self.space, self.mode, self.total or 0)
         search = self.begin()
         assert search is not None
         return specs_of(search.more(), self.seed)

@@ -183,6 +183,18 @@ def test_a_parameter_that_both_have_stays_and_others_may_come_and_go(what: str) 
     assert f"its {what}, {SEARCH[what]}, had n_startup_trials=10, and n_startup_trials=5" in text
 
 
+def test_a_sampler_made_with_other_values_can_be_accepted_and_a_pruner_cannot() -> None:
+    def made(what: str, value: int) -> StudyRecord:
+        return study(points(3), search={**SEARCH, f"{what} parameters": f'{{"n": "{value}"}}'})
+
+    merged = merge(made("sampler", 1), {}, made("sampler", 2), accept_recipe=True)
+    assert merged.record == made("sampler", 2)
+    (words,) = merged.changes
+    assert "another sampler from here on, as was accepted: it has n=2, before 1" in words
+    with pytest.raises(SpecError, match="its pruner, asha, had n=1"):
+        merge(made("pruner", 1), {}, made("pruner", 2), accept_recipe=True)
+
+
 def test_one_pruner_does_not_become_another_beside_a_random_sampler() -> None:
     plain = {"sampler": "random", "pruner": "asha", "generation": "9"}
     asked = study(points(3), search={**plain, "pruner": "median"})

@@ -314,6 +314,19 @@ def test_a_sampler_that_draws_otherwise_once_it_is_told_of_trials_needs_a_seed()
         points(sampler=Learns(seed=0))
 
 
+@pytest.mark.parametrize("startup", [10, 30])
+def test_a_sampler_that_draws_at_random_at_first_is_asked_until_it_goes_by_results(startup):
+    options = {"seed": 0, "n_startup_trials": startup, "weights": lambda count: [1]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        wrong = optuna.samplers.TPESampler(**options)
+    assert len(points(sampler=wrong, trials=startup)) == min(18, startup)  # it never comes so far
+    with pytest.raises(
+        SpecError, match="TPESampler cannot serve this space: ValueError: operands"
+    ):
+        points(sampler=wrong, trials=99)
+
+
 def test_a_sampler_sees_the_curve_of_every_trial_it_is_told_of():
     class Looks(optuna.samplers.RandomSampler):
         def after_trial(self, study, trial, state, values):
