@@ -205,18 +205,27 @@ class Searching:
         return state.is_dirty and state.parked_at not in self._floor.pool.workers
 
     def _make_room(self) -> None:
-        """Where the host has none for a trial that others wait for, one of them waits on disk."""
+        """Where the host has none for a trial that others wait for, one of them waits on disk.
+
+        As many do as devices would idle for want of a trial.
+        """
         states = [self._floor.states[trial] for trial in sorted(self._floor.open)]
-        if any(state.device or state.after_save for state in states):
+        busy = [state for state in states if self._has_work(state)]
+        if sum(state.job.gang for state in busy) >= self._floor.plan.at_once:
             return
         able = [s for s in states if s.descriptor is not None and s.job.trial in self._waiting]
-        able = [state for state in able if not self._is_out_of_reach(state)]
+        able = [s for s in able if self._stands(s) and not self._is_out_of_reach(s)]
         for state in able:
             if state.job.trial not in self._unsaved:
                 self._pausing.save_then(state, partial(self._put_away, state))
                 return
-        if able:
+        if able and not busy:
             self._give_up_room(able)
+
+    def _has_work(self, state: TrialRun) -> bool:
+        """Whether a trial has a device, waits for nothing else, or is being saved."""
+        is_there = state.descriptor is not None and state.job.trial not in self._waiting
+        return bool(state.device or state.after_save or is_there)
 
     def _give_up_room(self, able: Sequence[TrialRun]) -> None:
         """None of those that wait can be saved: nobody would ever go on."""
