@@ -39,3 +39,8 @@ def decode_floats(value: Any) -> Any:
     if isinstance(value, list):
         return [decode_floats(item) for item in value]
     return value
+
+
+def may_hold_floats(text: str) -> bool:
+    """Whether a JSON text that shoal wrote has to be decoded; most have no such string."""
+    return 'NaN"' in text or 'Infinity"' in text

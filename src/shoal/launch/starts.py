@@ -38,6 +38,7 @@ from shoal.resume import TrialProgress
 from shoal.runtime.saving import checkpoint
 from shoal.runtime.saving.fitting import kind_of
 from shoal.storage.generations import Generation, Generations
+from shoal.storage.manifest import Manifest
 
 _STEP = re.compile(r"step-([0-9]+)")
 _LATE_STEPS = 1000  # as many may be on their way to the database when a kill comes
@@ -66,18 +67,20 @@ def progress_of(directory: Path, snapshot: Snapshot, unit: str) -> dict[int, Tri
 def _progress(directory: Path, row: TrialRow, unit: str) -> TrialProgress:
     place = checkpoint.generations(directory, row.number)
     newest = place.newest(quick=True) if row.is_done else None
+    manifest = newest.manifest if newest is not None else None  # thousands of trials may be there
+    is_whole = manifest is not None and checkpoint.STATE in manifest.files
     return TrialProgress(
         state=row.state,
         step=row.step,
         epoch=row.epoch,
-        has_full_state=not row.is_done or (newest is not None and checkpoint.has_state(newest)),
-        target=_target(row, newest, unit),
+        has_full_state=not row.is_done or is_whole,
+        target=_target(row, manifest, unit),
     )
 
 
-def _target(row: TrialRow, newest: Generation | None, unit: str) -> int | None:
+def _target(row: TrialRow, manifest: Manifest | None, unit: str) -> int | None:
     """How long an ended trial was to train; the record may have grown since."""
-    length = newest.manifest.meta.get("length") if newest is not None else None
+    length = manifest.meta.get("length") if manifest is not None else None
     if isinstance(length, int):
         return length
     if row.state is not TrialState.FINISHED:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from shoal.core.floats import decode_floats, encode_floats
+from shoal.core.floats import decode_floats, encode_floats, may_hold_floats
 
 
 def dumps(value: Any, *, indent: int | None = None) -> str:
@@ -16,7 +16,7 @@ def dumps(value: Any, *, indent: int | None = None) -> str:
         text = encoder.encode(value)
     except ValueError:
         return encoder.encode(encode_floats(value))
-    return encoder.encode(encode_floats(value)) if _may_hold_floats(text) else text
+    return encoder.encode(encode_floats(value)) if may_hold_floats(text) else text
 
 
 def loads(text: str) -> Any:
@@ -27,7 +27,7 @@ def loads(text: str) -> Any:
     """
     try:
         value = _DECODER.decode(text)
-        return decode_floats(value) if _may_hold_floats(text) else value
+        return decode_floats(value) if may_hold_floats(text) else value
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
@@ -44,10 +44,6 @@ def _refuse_constant(name: str) -> Any:
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_refuse_constant)
-
-
-def _may_hold_floats(text: str) -> bool:
-    return 'NaN"' in text or 'Infinity"' in text
 
 
 def _plain(value: Any) -> Any:

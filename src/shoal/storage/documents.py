@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.core.errors import StorageError
-from shoal.core.floats import decode_floats, encode_floats
+from shoal.core.floats import decode_floats, encode_floats, may_hold_floats
 from shoal.storage.failures import damaged
 from shoal.storage.files import replace_file
 from shoal.storage.reading import read_file
@@ -69,7 +69,9 @@ def decode(data: bytes) -> Any:
     if values > MAX_VALUES:
         raise ValueError(f"about {values} JSON values, at most {MAX_VALUES} are expected")
     try:
-        return decode_floats(_DECODER.decode(data.decode()))
+        text = data.decode()
+        found = _DECODER.decode(text)
+        return decode_floats(found) if may_hold_floats(text) else found
     except RecursionError as error:
         raise ValueError("its JSON is nested too deeply") from error
 
