@@ -16,11 +16,18 @@ pytestmark = pytest.mark.usefixtures("look_at_modules")
 
 FILE = """
 import dataclasses
+import enum
+import functools
 from types import SimpleNamespace
+import numpy as np
 import torch
 from torch import nn
 import shoal
 import held_elsewhere
+
+class Mode(enum.Enum):
+    HALF = 0.5
+    TWICE = 2.0
 
 class Settings:
     __slots__ = ("scale",)
@@ -95,6 +102,29 @@ HOLDERS = {
     "module": ("None", "held_elsewhere.SCALE", 'held_elsewhere.SCALE = hp["scale"]'),
     "function": ("None", "held_elsewhere.gain()", 'held_elsewhere.put(hp["scale"])'),
 }
+SPACE = "SimpleNamespace(scale=1.0)"
+VALUES = {
+    "NumPy's number": ("float(cfg.scale)", 'cfg.scale = np.float32(hp["scale"])'),
+    "member": ("cfg.scale.value", 'cfg.scale = Mode(hp["scale"])'),
+    "bytes": ("float(cfg.scale)", 'cfg.scale = str(hp["scale"]).encode()'),
+    "set": ("max(cfg.scale)", 'cfg.scale = set((hp["scale"],))'),
+    "lists": ("cfg.scale[0][0]", 'cfg.scale = [[hp["scale"]], None]'),
+    "keywords": ("sum(dict(**cfg.named).values())", 'cfg.named = dict(one=hp["scale"])'),
+    "numbered": ("cfg.named[0]", 'cfg.named = dict(((0, hp["scale"]),))'),
+    "closure": ("cfg.scale()", 'cfg.scale = lambda: hp["scale"]'),
+    "default": ("cfg.scale()", 'cfg.scale = lambda one=hp["scale"]: one'),
+    "partial": ("cfg.scale()", 'cfg.scale = functools.partial(float, hp["scale"])'),
+    "tensors": ("cfg.scale[0]", 'cfg.scale = [torch.tensor(hp["scale"])]'),
+    "large tensor": ("cfg.scale[-1]", 'cfg.scale = torch.full((99999,), hp["scale"])'),
+    "module": ("cfg.scale(x)", 'cfg.scale = nn.Threshold(9.0, hp["scale"])'),
+    "distribution": ("cfg.scale.scale", 'cfg.scale = torch.distributions.Normal(0, hp["scale"])'),
+    "class": ("cfg.act()(x)", 'cfg.act = nn.Tanh if hp["scale"] > 1 else nn.ReLU'),
+    "function": ("cfg.act(x)", 'cfg.act = torch.tanh if hp["scale"] > 1 else lambda x: x'),
+    "absent": (
+        '(cfg.more if hasattr(cfg, "more") else 1.0)',
+        'cfg.__dict__.pop("more", 0); cfg.__dict__.update(more=2) if hp["scale"] > 1 else None',
+    ),
+}
 ELSEWHERE = """
 SCALE = 1.0
 
@@ -122,6 +152,8 @@ def load(tmp_path, monkeypatch):
         text = FILE
         if way == "hook":
             words["init"] = HOOK.format(read=read)
+        elif way == "in place":
+            words["forward"] = read
         elif way == "attribute":
             words["forward"] = read.replace("cfg", "self.kept")
         elif way == "default":
@@ -141,6 +173,15 @@ def test_trials_that_differ_in_it_train_as_alone(holder, way, load, run_study, a
     if way in ("attribute", "default") and holder == "variable":
         pytest.skip("a copy is read, and that is each model's own")
     recipe = load(holder, way)
+    report = run_study(recipe, shoal.grid(scale=[0.5, 2.0]), steps=2, fuse=2)
+    assert_alone(report, report.trials, recipe, steps=2)
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("value", VALUES)
+def test_of_whatever_type_it_is(value, load, run_study, assert_alone, monkeypatch):
+    monkeypatch.setitem(HOLDERS, "value", (SPACE, *VALUES[value]))
+    recipe = load("value", "in place")
     report = run_study(recipe, shoal.grid(scale=[0.5, 2.0]), steps=2, fuse=2)
     assert_alone(report, report.trials, recipe, steps=2)
 

@@ -16,15 +16,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shoal.bound import code_of
 from shoal.fusion.signature import DEEPEST, described
-from shoal.pystate import ambient
-from shoal.pystate.parts import SPACES, attributes_of
 from shoal.recipe import Recipe
-from shoal.spelled import code_met, is_library, names_in, stored_in
+from shoal.spelled import is_library, names_in
 
 LONG = 1000
 """Items of which nobody looks at each."""
-PLAIN = (bool, int, float, str)
-SMALL = 2**16  # bytes of a tensor whose content is compared
 MAKING = frozenset(("__init__", "__new__"))
 """Methods that make a model, and are no part of its steps."""
 _counter = itertools.count()
@@ -43,7 +39,7 @@ def kept_globals(
     left out.
     """
     found: dict[str, Any] = {}
-    for function in _followed(recipe, module, leave_out):
+    for function in followed(recipe, module, leave_out):
         for name in sorted(set(names_in(function.__code__)) & function.__globals__.keys()):
             value = function.__globals__[name]
             if isinstance(value, DATA) or _is_users(value):
@@ -51,7 +47,7 @@ def kept_globals(
     return found
 
 
-def _followed(
+def followed(
     recipe: Recipe, module: nn.Module, leave_out: Collection[str]
 ) -> Iterator[types.FunctionType]:
     """The functions of a step, and those that they name."""
@@ -137,83 +133,3 @@ def _is_users(value: Any) -> bool:
     """Whether it is an object of a class of the user's."""
     is_code = isinstance(value, type | types.ModuleType | nn.Module)
     return not is_code and bool(type(value).__dictoffset__) and not is_library(type(value))
-
-
-def configuration(recipe: Recipe, module: nn.Module) -> dict[str, str]:
-    """The plain values that the code of steps finds in globals and on classes, by place.
-
-    What a factory sets there for its trial, the next trial's factory sets anew: one process has
-    one of each. In words that two processes agree on; entries of a dict or an object each by
-    itself. Of what code names at all those count whose last name code of steps has, whoever leads
-    it there: a default, an attribute of the model, a method of the object's own.
-    """
-    here = ambient.here()
-    asked = here.asked | {
-        n for f in _followed(recipe, module, MAKING) for n in names_in(f.__code__)
-    }
-    kinds = {owner for child in module.modules() for owner in type(child).__mro__}
-    owners = [(f"{k.__module__}.{k.__qualname__}", vars(k)) for k in kinds if not is_library(k)]
-    held = [
-        (f"{where}.{n}", one)
-        for where, of in (*owners, *here.making.held())
-        for n, one in of.items()
-    ]
-    found = _assigned_code(recipe, module)
-    for place, value in (*kept_globals(recipe, module, MAKING).items(), *held):
-        name, values = place.rpartition(".")[2], _plain_values(place, value)
-        found |= {k: one for k, one in values.items() if _is_asked(k, name, value, asked)}
-    return found
-
-
-def _is_asked(place: str, name: str, value: Any, asked: frozenset[str]) -> bool:
-    """Whether code names it; who has a container may ask for all that is in it, as ``getattr``."""
-    if not asked.isdisjoint(_BY_NAME):
-        return True
-    is_container = isinstance(value, dict | list | tuple)
-    return place.rpartition(".")[2] in asked or (is_container and name in asked)
-
-
-_BY_NAME = ("getattr", "vars", "__dict__", "attrgetter", "asdict")
-"""What reads attributes whose names are in no code."""
-
-
-def _assigned_code(recipe: Recipe, module: nn.Module) -> dict[str, str]:
-    """The functions, classes and types in globals that the recipe's code assigns."""
-    given = (code_of(value) for value in vars(recipe).values() if callable(value))
-    assigned = {
-        (id(one.__globals__), name)
-        for one in code_met(given)
-        if isinstance(one, types.FunctionType) and not is_library(one)
-        for name in stored_in(one.__code__)
-    }
-    found = {}
-    for function in _followed(recipe, module, MAKING):
-        known = function.__globals__
-        for name in sorted(set(names_in(function.__code__)) & known.keys()):
-            value = known[name]
-            if (id(known), name) in assigned and not isinstance(value, DATA):
-                called = getattr(value, "__qualname__", None) or repr(value)
-                place = f"{known.get('__name__', '')}.{name}"
-                found[place] = f"{getattr(value, '__module__', '')}.{called}"
-    return found
-
-
-def _plain_values(name: str, value: Any, depth: int = 0) -> dict[str, str]:
-    if value is None or isinstance(value, PLAIN):
-        return {name: repr(value)}
-    if isinstance(value, Tensor) and value.layout == torch.strided and value.nbytes <= SMALL:
-        return {name: described(value)}
-    if isinstance(value, list | tuple) and all(isinstance(one, PLAIN) for one in value[:LONG]):
-        return {name: repr(value)} if len(value) <= LONG else {}
-    inside: Any = value if isinstance(value, dict | types.MappingProxyType) else None
-    if isinstance(value, list | tuple):
-        inside = {str(number): one for number, one in enumerate(value)}
-    elif inside is None and (_is_users(value) or isinstance(value, SPACES)):
-        inside = attributes_of(value)
-    if inside is None or depth > DEEPEST or len(inside) > LONG:
-        return {}
-    found: dict[str, str] = {}
-    for key, item in list(inside.items()):
-        if isinstance(key, str) and not key.startswith("__"):
-            found |= _plain_values(f"{name}.{key}", item, depth + 1)
-    return found

@@ -21,8 +21,8 @@ from shoal.core.spec import HyperParameters, TrialSpec
 from shoal.frames import own_traceback, user_line
 from shoal.fusion import Signature, signature_of
 from shoal.fusion.constants import constants_of
-from shoal.fusion.globals import configuration
 from shoal.fusion.lengths import LOOKED_AT, kind_of_all
+from shoal.fusion.settings import configuration
 from shoal.fusion.signature import kind_of
 from shoal.habits import habits_of
 from shoal.optimizers import build_optimizer_of
