@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from companies import member_of
 from torch import nn
 from torch.nn import functional as F
 
+import shoal
 from shoal.fusion import Array, Declined, LoopBackend
 from shoal.fusion.branches import BranchesBackend
 from shoal.fusion.fused import StackedBackend
@@ -23,15 +26,15 @@ LIMIT = 0.1
 class Clamping(nn.Module):
     """Counts in a buffer, which an array may, and after some steps keeps its weights small."""
 
-    def __init__(self, clamp, *, disagrees: bool) -> None:
+    def __init__(self, clamp, *, disagrees: bool, after: int = STEPS) -> None:
         super().__init__()
         self.layer = nn.Linear(8, 8, dtype=torch.float64)
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
-        self.clamp, self.disagrees = clamp, disagrees
+        self.clamp, self.disagrees, self.after = clamp, disagrees, after
 
     def forward(self, x):
         self.count += 1
-        if self.count.item() > STEPS:
+        if self.count.item() > self.after:
             self.clamp(self.layer)
         if self.disagrees and x.sum() > 0:  # and so its part runs slot by slot
             x = x + 0.0
@@ -115,3 +118,17 @@ def test_looking_for_who_raises_changes_no_weight():
     with pytest.raises(Declined):
         array.step([batches[0], (batches[0][0], batches[0][1] + 9), batches[0]])
     assert all(same(one, array.extract(n)["model"]) for n, one in enumerate(before))
+
+
+def late(hp):
+    clamping = Clamping(by_another, disagrees=False, after=10)
+    return nn.Sequential(clamping, nn.Linear(8, 2, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("options", [{"fuse": 2}, {}], ids=str)
+def test_a_study_says_that_another_is_in_its_place(options, run_study):
+    """Alone that one is trained no more, as the optimizer has the first one."""
+    recipe = dataclasses.replace(RECIPE, model=late)
+    report = run_study(recipe, shoal.grid(seed=[0, 1]), epochs=3, **options)
+    for trial in report.trials:
+        assert "the forward gave the model another '0.layer.weight'" in trial.error

@@ -25,9 +25,10 @@ from shoal.kernelstep import is_torchs, put_back
 from shoal.memory.layout import ShardLayout, TensorSpec, TrialLayout
 from shoal.memory.split import SplitWeight, split_weights
 from shoal.memory.store import Region, describe, field_view, state_views, view, views
+from shoal.partition.preserve import weight_places
 from shoal.poison import Poison
 from shoal.rounding import Rounding
-from shoal.runtime.unplaced import unfrozen, unplaced
+from shoal.runtime.unplaced import replaced, unfrozen, unplaced
 from shoal.subsets import Subsets
 
 States = Mapping[str, Mapping[str, Tensor]]
@@ -190,6 +191,7 @@ class Binding:
     ) -> None:
         self.params: dict[str, nn.Parameter] = dict(model.named_parameters())
         self._model, self.optimizer = model, optimizer
+        self._held = weight_places(model, self.params)
         self.frozen = [name for name, p in self.params.items() if not p.requires_grad]  # for good
         self.stateful: dict[str, set[str]] = {}  # name -> the stored keys it has by now
         parts = list(owned)
@@ -310,6 +312,16 @@ class Binding:
             if self.params[name].grad is not None:
                 raise TrialError(unfrozen(name, "its gradient"))
 
+    def require_same(self) -> None:
+        """After a pass: the model has its own parameters, which the optimizer has, and the store.
+
+        Raises:
+            TrialError: another one is in a place of theirs.
+        """
+        for held, key, name in self._held:
+            if held.get(key) is not self.params[name]:
+                raise TrialError(replaced("forward", name))
+
     def put_back_bound(self) -> None:
         """The same for all that is bound, after a pass in which code may have done so."""
         for placed in self._bound.values():
@@ -353,11 +365,7 @@ class Binding:
         """
         for name, parameter in self._model.named_parameters():
             if self.params.get(name) is not parameter:
-                raise TrialError(
-                    f"the step gave the model another {name!r}, and a trial's parameters are "
-                    "those that Recipe(model=...) made. Write into them (p.copy_(...), under "
-                    "torch.no_grad()), or build all parts there and choose between them."
-                )
+                raise TrialError(replaced("step", name))
         self._require_groups()
         for name in placed.params:
             self.params[name].grad = None

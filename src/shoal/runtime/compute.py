@@ -103,6 +103,7 @@ class Compute:
         self._put_written(action.shard)
         if task.kind == "evaluation" and isinstance(self._session.job.technique, Resident):
             self._session.binding.put_back_bound()  # a forward may give parameters other data
+            self._session.binding.require_same()
         if micro.metrics is not None:
             task.metrics = micro.metrics
             task.micros.clear()
@@ -127,6 +128,7 @@ class Compute:
         self._put_written(shard)
         if self._resident:
             session.binding.require_frozen()
+            session.binding.require_same()
         else:
             self.grads[shard] = self._found_grads(shard)
             for name in placed.params:

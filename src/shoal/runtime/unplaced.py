@@ -1,4 +1,4 @@
-"""Gradients and state that no room was planned for: the words for each cause."""
+"""Gradients, state and parameters that no room was planned for: the words for each cause."""
 
 from __future__ import annotations
 
@@ -76,3 +76,12 @@ def unfrozen(name: str, what: str) -> str:
 
 def _described(value: Tensor) -> str:
     return f"{tuple(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+
+
+def replaced(what: str, name: str) -> str:
+    """The words where a forward or a step (``what``) put another parameter in one's place."""
+    return (
+        f"the {what} gave the model another {name!r}, and a trial's parameters are those that "
+        "Recipe(model=...) made. Write into them (p.copy_(...), under torch.no_grad()), or build "
+        "all parts there and choose between them."
+    )
