@@ -34,7 +34,8 @@ def with_noise(mean, deviation):
 
 
 def of_a_distribution(mean, deviation):
-    return torch.distributions.Normal(mean, deviation, validate_args=False).rsample()
+    """It looks at its numbers first: that there is no NaN, and that deviations are positive."""
+    return torch.distributions.Normal(mean, deviation).rsample()
 
 
 def with_paths_dropped(mean, deviation):
@@ -108,6 +109,23 @@ def test_a_compiled_pass_draws_too(run_study):
     assert squads.kinds(report) == ["compiled"] * 3
     squads.assert_near(report.trials, RECIPES["diffusion"], 1e-9, epochs=2)
     squads.assert_verified(report, RECIPES["diffusion"])
+
+
+def test_a_distribution_of_no_such_numbers_fails_its_trial_alone(run_study):
+    """Graphs take what is looked at to hold, and have it checked: the eager pass says whose."""
+
+    def narrow(mean, deviation):
+        return torch.distributions.Normal(mean, deviation - 0.2).rsample()
+
+    mine, space = recipe(narrow), shoal.grid(lr=[1.0, 1e-4, 3e-4])
+    report = run_study(mine, space, epochs=6, fuse="3 traced")
+    alone = run_study(mine, space, epochs=6)
+    found, states = (
+        {trial.number: trial.state for trial in one.trials} for one in (report, alone)
+    )
+    assert found == states == {0: "FAILED", 1: "FINISHED", 2: "FINISHED"}
+    assert {"constraint" in trial.error for trial in report.trials if trial.error} == {True}
+    squads.assert_verified(report, mine, failed=(0,))
 
 
 def test_a_probability_beyond_one_fails_its_trial_alone(run_study):

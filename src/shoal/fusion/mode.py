@@ -46,6 +46,9 @@ DRAWING = frozenset(
 READING = frozenset((Tensor.numpy, Tensor.tolist, Tensor.__array__))
 """Operations that make Python's numbers of a tensor's, for which torch's batching has none."""
 
+ALL_TRUE = torch._is_all_true
+"""By which ``torch.distributions`` looks at its numbers before it computes with them."""
+
 FACTORIES = frozenset((torch.empty, torch.zeros, torch.ones, torch.full))
 
 OPERATORS = (
@@ -112,6 +115,8 @@ class SlotMode(TorchFunctionMode):
             result = rule(self._slots, *args, **kwargs)
             if result is not NotImplemented:
                 return result
+        if func is ALL_TRUE and self._are_all_true(*args):
+            return True
         if func in READING:
             return self._slots.each(func, args, kwargs)
         if func == REPLACING and self._slots.has_values(args[0]):
@@ -164,6 +169,11 @@ class SlotMode(TorchFunctionMode):
         moved = [leaf.to(where) if id(leaf) in numbers else leaf for leaf in leaves]
         found: tuple[Any, Any] = pytree.tree_unflatten(moved, tree)
         return found
+
+    def _are_all_true(self, input: Tensor) -> bool:
+        """Of all slots; what distributions ask of their numbers is nearly always so."""
+        with plainly():
+            return self._slots.outside.holds(self._slots.stacked(input).all())
 
     def _draw(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if kwargs.get("generator") is not None:

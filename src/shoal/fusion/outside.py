@@ -88,6 +88,10 @@ class Outside(Protocol):
         """
         ...
 
+    def holds(self, truth: Tensor) -> bool:
+        """Whether a truth of all slots is one: code that checks its numbers goes on if it is."""
+        ...
+
     def loops(self, name: str) -> None:
         """An operation is about to run slot by slot."""
         ...
@@ -109,6 +113,10 @@ class AtOnce:
             torch._assert_async(holds)
         elif not holds:
             raise otherwise()
+
+    def holds(self, truth: Tensor) -> bool:
+        """Asked here, as the trial alone does."""
+        return bool(truth)
 
     def loops(self, name: str) -> None:
         """It may."""
@@ -159,6 +167,11 @@ class Given:
     def require(self, holds: Tensor, otherwise: Callable[[], Exception]) -> None:
         """To be looked at when the graph has run."""
         self.checks.append(holds)
+
+    def holds(self, truth: Tensor) -> bool:
+        """It is taken to; the graph's checks tell."""
+        self.checks.append(truth)
+        return True
 
     def loops(self, name: str) -> None:
         """What draws by the values of a tensor, or runs for each slot, has no place in a graph."""
