@@ -23,8 +23,10 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.pystate.arriving import ABSENT, Bringing, arrive
-from shoal.pystate.modulestate import LARGEST, ModuleState, may_go
+from shoal.pystate.arriving import arrive
+from shoal.pystate.bringing import ABSENT, Bringing
+from shoal.pystate.modulestate import LARGEST, ModuleState
+from shoal.pystate.sendable import may_go
 
 
 class Color(enum.Enum):

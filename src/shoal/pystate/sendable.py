@@ -1,0 +1,162 @@
+"""What can go to a worker that the user's own modules hold: asked of a value beside its parts.
+
+What has a registry, a file or a lock behind it cannot. Nothing here runs code of the user's.
+"""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import decimal
+import enum
+import fractions
+import functools
+import pathlib
+import re
+import sys
+import types
+import uuid
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from shoal.pystate.parts import SPACES, has_attributes
+from shoal.pystate.values import STREAMS
+from shoal.source import MAINS
+from shoal.spelled import is_library
+
+ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes, tuple, frozenset))
+"""Types whose values never change by themselves, and that a pickle has as they are."""
+SIMPLE = ATOMS - {tuple, frozenset}
+"""Those that have no parts."""
+FLAT = (dict, list, set)
+"""Containers that go as a whole where they have simple values alone."""
+_IMMUTABLE: tuple[type, ...] = (
+    *(pathlib.PurePath, re.Pattern, uuid.UUID, decimal.Decimal, fractions.Fraction),
+    *(datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo),
+    *(range, slice, np.generic, np.dtype),
+    *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
+)
+_CONTAINERS = (dict, list, set, collections.deque)
+FIXED = (tuple, frozenset, int, float, complex, str, bytes)
+"""What a class may extend whose objects get what they contain as they are made."""
+REDUCED = frozenset(
+    (
+        *(collections.OrderedDict, collections.defaultdict, collections.deque),
+        *(collections.Counter, types.SimpleNamespace),
+    )
+)
+"""Types of the standard library that say how they are pickled, and have nothing else."""
+_BASES = frozenset((object, *_CONTAINERS, *FIXED, *REDUCED))
+_STORAGES = (torch.storage.TypedStorage, torch.storage.UntypedStorage)
+CODE = (types.FunctionType, types.BuiltinFunctionType, type)
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
+_REDUCING = ("__reduce__", "__reduce_ex__")
+MADE = (functools.partial, types.MethodType, types.MappingProxyType)
+"""Types whose objects are made of parts for good."""
+NUMBERLESS = (*_IMMUTABLE, *_STORAGES, *CODE, *MADE, enum.Enum, types.ModuleType)
+"""Of objects that never change by themselves; nobody fills them."""
+
+
+def is_of_main(value: Any) -> bool:
+    """Whether it is what the main file defines, or an object of such a class."""
+    return is_main_code(value) or type(value).__module__ in MAINS
+
+
+def is_main_code(value: Any) -> bool:
+    """Whether it is a function or class that the main file defines."""
+    if isinstance(value, types.FunctionType):
+        return home_of(value) in MAINS
+    return isinstance(value, type) and value.__module__ in MAINS
+
+
+def may_go(value: Any) -> bool:
+    """Whether a value, beside its parts, can be made again in another process."""
+    kind: Any = type(value)
+    if kind is dict:
+        return not _is_of_process(value)
+    if kind in ATOMS or kind in _CONTAINERS or kind in MADE:
+        return True
+    if isinstance(value, types.ModuleType):
+        return value.__name__ not in MAINS and sys.modules.get(value.__name__) is value
+    if isinstance(value, (*_IMMUTABLE, *_STORAGES)) and is_library(kind):
+        return True
+    if isinstance(value, (*STREAMS, types.FunctionType)):
+        return True
+    if isinstance(value, CODE):
+        return is_importable(value)
+    if isinstance(value, Tensor):
+        return kind in (Tensor, nn.Parameter) and value.grad_fn is None
+    if isinstance(value, np.ndarray):
+        return kind is np.ndarray and value.dtype != object
+    if not is_importable(kind):
+        return False
+    return isinstance(value, enum.Enum) or is_transparent(kind)
+
+
+def _is_of_process(value: dict[Any, Any]) -> bool:
+    """Whether it is ``sys.modules``, or what ``globals()`` gives."""
+    if value is sys.modules:
+        return True
+    name = value.get("__name__") if "__spec__" in value else None
+    home = sys.modules.get(name) if type(name) is str else None
+    return home is not None and vars(home) is value
+
+
+@functools.cache
+def is_transparent(kind: type) -> bool:
+    """Whether objects of a type are what they contain and their attributes, and nothing else.
+
+    Of torch, NumPy and the standard library only containers and modules are: others have
+    registries and the like behind them.
+    """
+    is_container = issubclass(kind, (*_CONTAINERS, *FIXED))
+    is_known = is_container or issubclass(kind, (*SPACES, nn.Module)) or not is_library(kind)
+    if not is_known or not (is_container or has_attributes(kind)):
+        return False
+    if not all(base in _BASES or _is_by_statement(base) for base in kind.__mro__):
+        return False
+    owners = (next(b for b in kind.__mro__ if name in vars(b)) for name in _REDUCING)
+    return all(owner in REDUCED or owner is object for owner in owners)
+
+
+def _is_by_statement(kind: type) -> bool:
+    """Whether a class statement made it, and not C, which says itself what is in its objects."""
+    is_of_c = isinstance(vars(kind).get("__new__"), types.BuiltinFunctionType)
+    return bool(kind.__flags__ & _HEAP_TYPE) and not is_of_c
+
+
+def home_of(function: types.FunctionType) -> str:
+    """The module whose code it is; a wrapper has its ``__module__`` from what it wraps."""
+    return str(function.__globals__.get("__name__"))
+
+
+def is_importable(code: Any) -> bool:
+    """Whether a worker finds a function or class by its name."""
+    module, name = getattr(code, "__module__", None), getattr(code, "__qualname__", "")
+    if not isinstance(module, str) or module in MAINS:
+        return False
+    if isinstance(code, types.FunctionType) and home_of(code) != module:
+        return False
+    home: Any = sys.modules.get(module)
+    if isinstance(code, types.BuiltinFunctionType) and getattr(home, code.__name__, None) is code:
+        return True
+    found = home
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found is code
+
+
+def is_flat(value: Any) -> bool:
+    """Whether a container has numbers and texts alone."""
+    has_values = isinstance(value, dict)
+    kinds = {*map(type, value), *(map(type, dict.values(value)) if has_values else ())}
+    return SIMPLE.issuperset(kinds)
+
+
+def base_of(kind: type) -> Any:
+    """The type of containers that a class extends; ``object`` where it does not."""
+    every = (*REDUCED, *_CONTAINERS, *FIXED, object)
+    return next(base for base in every if base in kind.__mro__)
