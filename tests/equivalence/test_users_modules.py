@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 import shoal
+from shoal.observe.reader import read_outline
+from shoal.observe.snapshot import Snapshot
 from shoal.source import load_study
 
 pytestmark = pytest.mark.usefixtures("look_at_modules")
@@ -235,3 +237,19 @@ def test_an_object_of_a_package_that_the_file_names_is_the_packages(
     report = run_study(study.recipe, study.space, steps=2)
     sys.modules.pop("package")
     assert sorted(trial.load().first.weight.shape[0] for trial in report.trials) == [3, 6]
+
+
+def test_what_workers_cannot_be_given_is_told_once_for_each_value(write, run_study, tmp_path):
+    """``session`` is made by and by in the study's process, and cannot travel."""
+    (tmp_path / "parts.py").write_text("session, width = None, 4\n")
+    text = HEAD.format(
+        imports="import parts, threading\nfrom net import Net", model="parts; return Net()"
+    )
+    text += "from types import SimpleNamespace\n"
+    text += "parts.session = SimpleNamespace(lock=threading.Lock(), width=3)\n"
+    study = load_study(write(text)).study
+    report = run_study(study.recipe, study.space, steps=1, devices=2)
+    warnings = Snapshot.of(read_outline(report.directory)).warnings
+    told = [words for words in warnings if "parts" in words]
+    assert len(told) == 1
+    assert "what the module parts holds as 'session' cannot be sent to workers" in told[0]

@@ -23,7 +23,7 @@ from shoal.core.units import format_bytes
 from shoal.launch.reached import imported_for_itself, named_objects, reached
 from shoal.launch.replaced import users_modules
 from shoal.pystate.arriving import arrive, read_state
-from shoal.pystate.modulestate import ModuleState
+from shoal.pystate.modulestate import ModuleState, left_words
 from shoal.recipe import Recipe
 from shoal.source import MAINS, MODULE_NAME, Change, Named, cached, with_changes
 from shoal.spelled import names_in
@@ -113,11 +113,8 @@ def _state_of(modules: list[ModuleType]) -> ModuleState:
         if (error := _unreadable(ModuleState([module], _size_by_value))) is None:
             good.append(module)
             continue
-        warnings.warn(
-            f"what the module {module.__name__} holds cannot be sent to workers, which have of it "
-            f"what its import makes: {type(error).__name__}: {error}",
-            stacklevel=2,
-        )
+        why = f"{type(error).__name__}: {error}"
+        warnings.warn(left_words(module.__name__, "", why), stacklevel=2)
     return ModuleState(good, _size_by_value)
 
 

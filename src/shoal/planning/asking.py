@@ -146,6 +146,7 @@ class Asking:
             constants={n: s for n, s in described.constants.items() if n not in refused},
             noticed={n: w for n, w in described.noticed.items() if n not in refused},
             batches={n: k for n, k in described.batches.items() if n not in refused},
+            left=described.left,
         )
 
     def measure_arrays(
@@ -346,4 +347,5 @@ def _together(found: Sequence[Described]) -> Described:
         constants={n: c for one in found for n, c in one.constants.items()},
         noticed={n: w for one in found for n, w in one.noticed.items()},
         batches={n: k for one in found for n, k in one.batches.items()},
+        left=tuple(dict.fromkeys(words for one in found for words in one.left)),
     )

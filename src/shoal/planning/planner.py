@@ -189,6 +189,7 @@ class Planner:
             *mixed,
             *global_warnings(set_by_factories(self._noticed), self._noticed),
             *lost_warnings(one.measure for one in shared.kinds.values()),
+            *described.left,
         )
         jobs = with_frozen(planned.plan.jobs, described.signatures, noticed)
         planned = replace(

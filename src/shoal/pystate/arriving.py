@@ -16,13 +16,14 @@ import io
 import pickle
 import sys
 import types
+import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
 from shoal.core.errors import WorkerError
 from shoal.pystate.bringing import ABSENT, Bringing, Later, fits, is_lost
-from shoal.pystate.modulestate import KEPT_ID
+from shoal.pystate.modulestate import KEPT_ID, left_words
 from shoal.pystate.standins import Lost
 from shoal.pystate.values import PLAIN
 from shoal.source import undo_changes
@@ -58,6 +59,13 @@ def read_state(packed: bytes) -> tuple[dict[str, dict[str, Any]], list[Any]]:
     return values, reader.load()  # all by one memo
 
 
+class _Unfit(Exception):
+    """Nothing in this process has the parts that what came lacks."""
+
+
+_LACKS = "a part of it stays there (an open file, a lock), and they have none in its place"
+
+
 class _Arrival(importlib.abc.MetaPathFinder):
     """What came, and who still waits for it: modules that are not imported yet."""
 
@@ -66,6 +74,8 @@ class _Arrival(importlib.abc.MetaPathFinder):
         self._bringing = Bringing()
         self._again: list[tuple[types.ModuleType, str, Any]] = []
         self._waiting = set(self._values)
+        self._left: dict[str, None] = {}  # in words, of values that could not be brought
+        self._is_told = False  # what of it there was
         self.bring, self.has = self._bringing.bring, self._bringing.has
 
     def fill_those_here(self) -> None:
@@ -79,24 +89,39 @@ class _Arrival(importlib.abc.MetaPathFinder):
             return
         self._waiting.remove(name)
         for path, came in self._values[name].items():
-            with suppress(Exception):  # an object that lets nobody in, or is of another kind here
-                self._put(module, path, came)
+            self._put_or_tell(module, path, came)
 
     def complete(self, of_main: list[Any]) -> None:
         """Put what the main file defines where it belongs."""
         self._bringing.complete(of_main)
-        for place in self._again:
-            with suppress(Exception):
-                self._put(*place)
-        self._again.clear()
+        again, self._again = self._again, []
+        for place in again:
+            self._put_or_tell(*place)
+
+    def _put_or_tell(self, module: types.ModuleType, path: str, came: Any) -> None:
+        try:
+            self._put(module, path, came)
+        except Exception as error:  # an object that lets nobody in, or is of another kind here
+            why = str(error) if isinstance(error, _Unfit) else f"{type(error).__name__}: {error}"
+            words = left_words(module.__name__, path, why)
+            if self._is_told and words not in self._left:
+                warnings.warn(words, stacklevel=2)  # a step has imported it: to the trial's log
+            self._left[words] = None
+
+    def tell_left(self) -> tuple[str, ...]:
+        """What could not be brought so far; what comes later is warned of as it does."""
+        self._is_told = True
+        return tuple(self._left)
 
     def _put(self, module: types.ModuleType, path: str, came: Any) -> None:
         of_class, _, name = path.rpartition(".")
-        home: Any = vars(module)[of_class] if of_class else module
+        home: Any = vars(module).get(of_class) if of_class else module
+        if of_class and not isinstance(home, type):
+            raise _Unfit("they have no such class")
         here = vars(home).get(name, ABSENT)
         here = here.__func__ if isinstance(here, staticmethod | classmethod) else here
         if not fits(came, here):
-            return
+            raise _Unfit(_LACKS)
         self._bringing.is_partial = False
         brought = self.bring(came, here)
         if self._bringing.is_partial:
@@ -175,3 +200,9 @@ def arrive(arguments: Sequence[str], imports: Iterable[str], state: bytes, recip
     of_main, read = _RecipeReader(recipe, arrival).load()
     arrival.complete(of_main)
     return read
+
+
+def left_as_imported() -> tuple[str, ...]:
+    """In words, what modules of this process hold otherwise than the study's, as it cannot go."""
+    arrivals = [one for one in sys.meta_path if isinstance(one, _Arrival)]
+    return tuple(words for arrival in arrivals for words in arrival.tell_left())

@@ -91,6 +91,12 @@ class ModuleState:
         self._held = met  # no other object comes to such an identity
 
 
+def left_words(module: str, path: str, why: str) -> str:
+    """That workers do not have a value, or where ``path`` is empty what a module holds at all."""
+    what = f"what the module {module} holds" + f" as {path!r}" * bool(path)
+    return f"{what} cannot be sent to workers, which have of it what its import makes: {why}"
+
+
 def _once(size_of: Callable[[Any], int | None]) -> Callable[[Any], int | None]:
     """The same, asked once about each object: many modules may have it."""
     known: dict[int, tuple[Any, int | None]] = {}

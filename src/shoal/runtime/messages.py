@@ -335,6 +335,7 @@ class Described:
     """A signature per trial: equal signatures cost the same. Errors by trial number.
 
     ``batches``: the kinds of trials' batches where arrays were asked for (``fusion/lengths.py``).
+    ``left``: what of the study's process the worker's modules have as their import makes it.
     """
 
     signatures: Mapping[int, str]
@@ -344,6 +345,7 @@ class Described:
     constants: Mapping[int, str] = field(default_factory=dict)  # floats of the code, as a digest
     noticed: Mapping[int, Noticed] = field(default_factory=dict)
     batches: Mapping[int, str] = field(default_factory=dict)
+    left: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

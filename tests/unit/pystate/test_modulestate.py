@@ -23,7 +23,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.pystate.arriving import arrive
+from shoal.pystate.arriving import arrive, left_as_imported
 from shoal.pystate.bringing import ABSENT, Bringing
 from shoal.pystate.modulestate import LARGEST, ModuleState
 from shoal.pystate.sendable import may_go
@@ -76,12 +76,16 @@ def module(monkeypatch):
 
 
 def arrived(module, *, size_by_value=lambda value: None, **now):
-    """Take what the module holds, have it hold others, and bring what was taken."""
+    """Take what the module holds, have it hold others, and bring what was taken.
+
+    Returns what is said of what could not be brought.
+    """
     state = ModuleState([module], size_by_value)
     vars(module).update(now)
     meta_path, argv = list(sys.meta_path), list(sys.argv)
     try:
         arrive(argv, [], state.packed, cloudpickle.dumps((state.of_main, None)))
+        return left_as_imported()
     finally:
         sys.meta_path[:], sys.argv[:] = meta_path, argv
 
@@ -207,10 +211,15 @@ def test_many_numbers_and_texts_go_as_a_whole_and_of_many_objects_none_does(modu
 def test_what_was_made_by_and_by_and_cannot_travel_is_made_here_too(module):
     module.whole, module.partly = Thing(width=1), Thing(width=1, lock=threading.Lock())
     module.large = Thing(width=1, data=torch.zeros(LARGEST))
-    arrived(module, whole=None, partly=None, large=None)
+    told = arrived(module, whole=None, partly=None, large=None)
     assert module.whole.width == 1
     assert module.partly is None
     assert module.large is None
+    assert told == (
+        "what the module held_here holds as 'partly' cannot be sent to workers, which have of it "
+        "what its import makes: a part of it stays there (an open file, a lock), and they have "
+        "none in its place",
+    )
 
 
 def test_what_is_the_processs_own_stays(module):
@@ -382,6 +391,17 @@ def test_what_functions_have_as_defaults_and_close_over_arrives(module):
         3,
         3,
         3,
+    )
+
+
+def test_what_cannot_be_filled_is_told_of_and_all_else_is_filled(module):
+    module.Kind = type("Kind", (), {"__module__": "held_here", "width": 3})
+    module.after = 5
+    told = arrived(module, Kind=None, after=1)
+    assert module.after == 5
+    assert told == (
+        "what the module held_here holds as 'Kind.width' cannot be sent to workers, which have of "
+        "it what its import makes: they have no such class",
     )
 
 

@@ -27,6 +27,7 @@ from shoal.fusion.signature import kind_of
 from shoal.habits import habits_of
 from shoal.optimizers import build_optimizer_of
 from shoal.pystate import ambient
+from shoal.pystate.arriving import left_as_imported
 from shoal.recipe import Batch, Recipe, build_model, epoch_length, read_data
 from shoal.recipechecks import check_loss
 from shoal.rng import seed_all
@@ -73,6 +74,7 @@ def describe(recipe: Recipe, order: Describe, note: Callable[[int | None], None]
         constants={number: one.constants for number, one in found.items() if one.array},
         noticed={number: one.noticed for number, one in found.items()},
         batches={number: one.batches for number, one in found.items() if one.array},
+        left=left_as_imported(),
     )
 
 
