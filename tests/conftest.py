@@ -166,7 +166,7 @@ def one_look_at_modules():
     found, none = find_changes(), ModuleState(())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shoal.launch.plan, "find_changes", lambda: found)
-        patch.setattr(shoal.launch.packing, "_state_of", lambda modules: none)
+        patch.setattr(shoal.launch.packing, "_state_of", lambda modules, **options: none)
         patch.setattr(shoal.launch.packing, "users_modules", dict)
         yield
 

@@ -253,3 +253,40 @@ def test_what_workers_cannot_be_given_is_told_once_for_each_value(write, run_stu
     told = [words for words in warnings if "parts" in words]
     assert len(told) == 1
     assert "what the module parts holds as 'session' cannot be sent to workers" in told[0]
+
+
+TABLE = """
+import torch
+DRAWN = torch.randn(600, 600)  # 1.4 MiB
+SEEDED = torch.randn(600, 600, generator=torch.Generator().manual_seed(3))
+def use(x, table):
+    return x * (1 + 0.1 * table.mean())
+"""
+USES = {
+    "seeded": "seeded.use(x, seeded.SEEDED)",
+    "named": "named.use(x, DRAWN)",
+    "drawn": "drawn.use(x, drawn.DRAWN)",
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_large_value_is_the_same_one_or_the_study_is_refused(
+    use, write, run_study, assert_alone, tmp_path
+):
+    """Each worker drew another table, and its trials trained with that."""
+    text = TABLE.replace("DRAWN = torch.randn", "DRAWN = torch.ones") if use == "seeded" else TABLE
+    (tmp_path / f"{use}.py").write_text(text)
+    text = HEAD.format(imports=f"import {use}\nfrom net import Net", model="return Net()")
+    text = text.replace(
+        "return config.SCALE * (output - batch[1])",
+        f"x = config.SCALE * (output - batch[1])\n    return {USES[use]}",
+    ).replace("import named\n", "import named\nfrom named import DRAWN\n")
+    study = load_study(write(text)).study
+    if use == "drawn":
+        words = r"drawn\.DRAWN: a float32 tensor of 600 x 600, 1.4 MiB, and workers have other con"
+        with pytest.raises(shoal.SpecError, match=words):
+            run_study(study.recipe, study.space, steps=2)
+    else:
+        report = run_study(study.recipe, study.space, steps=2)
+        assert_alone(report, report.trials, study.recipe, steps=2)
+    sys.modules.pop(use)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from shoal.core import event as events
-from shoal.core.errors import WorkerError
+from shoal.core.errors import SpecError, WorkerError
 from shoal.core.spec import TrialSpec
 from shoal.execution.failures import SameEnds
 from shoal.execution.floor import Sink
@@ -91,6 +91,8 @@ class FirstPlan:
         self._heard = now
         if isinstance(reply, Broken):
             worker.last_words = reply.error  # its end arrives next
+            if isinstance(reply.cause, SpecError):  # of every worker's recipe
+                raise reply.cause
         elif isinstance(reply, Happened):
             self._sink(reply.events)
         elif isinstance(reply, Gone):

@@ -24,11 +24,13 @@ from shoal.launch.reached import imported_for_itself, named_objects, reached
 from shoal.launch.replaced import users_modules
 from shoal.pystate.arriving import arrive, read_state
 from shoal.pystate.modulestate import ModuleState, left_words
+from shoal.pystate.statepickler import Fingerprints
 from shoal.recipe import Recipe
 from shoal.source import MAINS, MODULE_NAME, Change, Named, cached, with_changes
 from shoal.spelled import names_in
 
 _WARN_BYTES = 16 * 2**20
+_MOST_ROUNDS = 3  # until no more modules, and no large values, are found that go
 _NO_FILE = "<dynamic-code>"  # what cloudpickle puts in the place of a file's name
 
 
@@ -86,26 +88,31 @@ class _Arriving:
     packed: _Changed
 
     def __reduce__(self) -> tuple[Any, ...]:
-        users = users_modules()
-        modules = reached((), users)
-        state, file, pickler = self._packed(modules)
-        if (more := reached(pickler.modules, users)) != modules:
-            state, file, pickler = self._packed(more)
+        users, fingerprints = users_modules(), Fingerprints()
+        modules, whole = reached((), users), set[int]()
+        for _ in range(_MOST_ROUNDS):
+            state, file, pickler = self._packed(modules, whole=whole, fingerprints=fingerprints)
+            before, modules = modules, reached(pickler.modules, users)
+            whole |= pickler.large
+            if modules == before and not pickler.large:
+                break
         first = {*pickler.modules, *imported_for_itself(users)} - self.packed.modules
         imports = [name for name in users if name in first]
         return arrive, (list(sys.argv), imports, state.packed, file.getvalue())
 
-    def _packed(self, modules: list[ModuleType]) -> tuple[ModuleState, io.BytesIO, _Pickler]:
+    def _packed(
+        self, modules: list[ModuleType], **options: Any
+    ) -> tuple[ModuleState, io.BytesIO, _Pickler]:
         """What is in there, but for what those modules hold."""
-        state, file = _state_of(modules), io.BytesIO()
+        state, file = _state_of(modules, **options), io.BytesIO()
         pickler = _Pickler(file, state)
         pickler.dump((state.of_main, self.packed))
         return state, file, pickler
 
 
-def _state_of(modules: list[ModuleType]) -> ModuleState:
+def _state_of(modules: list[ModuleType], **options: Any) -> ModuleState:
     """What modules hold; nothing of one that could not be read again, with a warning."""
-    state = ModuleState(modules, _size_by_value, named_objects())
+    state = ModuleState(modules, _size_by_value, named_objects(), **options)
     if _unreadable(state) is None:
         return state
     good = []
@@ -115,7 +122,7 @@ def _state_of(modules: list[ModuleType]) -> ModuleState:
             continue
         why = f"{type(error).__name__}: {error}"
         warnings.warn(left_words(module.__name__, "", why), stacklevel=2)
-    return ModuleState(good, _size_by_value)
+    return ModuleState(good, _size_by_value, **options)
 
 
 def _unreadable(state: ModuleState) -> Exception | None:
@@ -182,6 +189,7 @@ class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]  # it has no typ
 
     Attributes:
         modules: Names of those that were met, by themselves or by what they have.
+        large: By identity, values that the other side has only if they go.
     """
 
     dispatch_table: ClassVar[Any] = ChainMap(
@@ -195,11 +203,15 @@ class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]  # it has no typ
         self._homes: Sequence[str] = state.homes if state else ()
         self._cells: dict[int, tuple[CellType, _EmptyCell]] = {}
         self.modules: set[str] = set()
+        self.large: set[int] = set()
+        self._large: Mapping[int, Any] = state.large if state else {}
 
     def persistent_id(self, value: Any) -> int | None:
         number = self._numbers.get(id(value))
         if number is not None:
             self.modules.add(self._homes[number])
+        elif id(value) in self._large:
+            self.large.add(id(value))
         return number
 
     def reducer_override(self, value: Any) -> Any:

@@ -4,9 +4,10 @@
 what a model, its optimizer and its schedule keep; ``ambient`` for globals, of which a process has
 one each for all of its trials.
 
-What the user's modules hold when a study is run goes to workers: ``modulestate`` takes it,
-``sendable`` says of what, ``standins`` in which form; there ``arriving`` reads it, and
-``bringing`` puts it into what the worker has.
+What the user's modules hold when a study is run goes to workers: ``modulestate`` takes it, and
+``statepickler`` makes bytes of it; ``sendable`` says of what, ``standins`` in which form, and
+``fingerprints`` whether a worker has the rest. There ``arriving`` reads it, and ``bringing`` puts
+it into what the worker has.
 """
 
 from shoal.pystate.ambient import Ambient

@@ -21,24 +21,32 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from shoal.core.errors import WorkerError
+from shoal.core.errors import SpecError, WorkerError
 from shoal.pystate.bringing import ABSENT, Bringing, Later, fits, is_lost
-from shoal.pystate.modulestate import KEPT_ID, left_words
-from shoal.pystate.standins import Lost
+from shoal.pystate.fingerprints import Fingerprint
+from shoal.pystate.modulestate import left_words
+from shoal.pystate.standins import Large, Lost
+from shoal.pystate.statepickler import KEPT, LARGE, WHOLE
 from shoal.pystate.values import PLAIN
 from shoal.source import undo_changes
 
 
 class _StateReader(pickle.Unpickler):
     def __init__(self, file: io.BytesIO) -> None:
+        self._whole: list[Any] = pickle.load(file)
         super().__init__(file)
         self._flat: dict[int, Any] = {}
 
     def persistent_load(self, pid: Any) -> Any:
-        if isinstance(pid, tuple):
-            number, packed = pid
-            return self._flat.setdefault(number, pickle.loads(packed) if packed else None)
-        return ABSENT if pid == KEPT_ID else Later(pid)
+        if not isinstance(pid, tuple):
+            return ABSENT if pid == KEPT else Later(pid)
+        kind, *content = pid
+        if kind == LARGE:
+            return Large(Fingerprint(*content))
+        if kind == WHOLE:
+            return self._whole[content[0]]
+        number, packed = content
+        return self._flat.setdefault(number, pickle.loads(packed) if packed else None)
 
     def find_class(self, module: str, name: str, /) -> Any:
         try:
@@ -63,7 +71,10 @@ class _Unfit(Exception):
     """Nothing in this process has the parts that what came lacks."""
 
 
-_LACKS = "a part of it stays there (an open file, a lock), and they have none in its place"
+_LACKS = (
+    "a part of it (an open file, a lock, what is larger than 1 MiB) stays there, and they have "
+    "none in its place"
+)
 
 
 class _Arrival(importlib.abc.MetaPathFinder):
@@ -76,6 +87,7 @@ class _Arrival(importlib.abc.MetaPathFinder):
         self._waiting = set(self._values)
         self._left: dict[str, None] = {}  # in words, of values that could not be brought
         self._is_told = False  # what of it there was
+        self._differing: dict[str, str] = {}  # by full name
         self.bring, self.has = self._bringing.bring, self._bringing.has
 
     def fill_those_here(self) -> None:
@@ -90,6 +102,24 @@ class _Arrival(importlib.abc.MetaPathFinder):
         self._waiting.remove(name)
         for path, came in self._values[name].items():
             self._put_or_tell(module, path, came)
+        if self._differing:
+            self._waiting.add(name)  # to be refused again, whoever imports it again
+
+    def refuse_differing(self) -> None:
+        """Refuse values that are too large to be sent, and others here.
+
+        Raises:
+            SpecError: there are some; names them.
+        """
+        if self._differing:
+            some = "; ".join(f"{name}: {words}" for name, words in self._differing.items())
+            raise SpecError(
+                f"too large to be sent to workers, and not the same where they import it: {some}. "
+                "Trials would train otherwise than the same model alone. Such a value is drawn "
+                "without a seed, read from a clock, the environment or a file that has changed, "
+                "or your file has set it after the import. Have the module draw it from a "
+                "generator with a seed, or make it in Recipe(model=...) or Recipe(data=...)."
+            )
 
     def complete(self, of_main: list[Any]) -> None:
         """Put what the main file defines where it belongs."""
@@ -103,10 +133,13 @@ class _Arrival(importlib.abc.MetaPathFinder):
             self._put(module, path, came)
         except Exception as error:  # an object that lets nobody in, or is of another kind here
             why = str(error) if isinstance(error, _Unfit) else f"{type(error).__name__}: {error}"
-            words = left_words(module.__name__, path, why)
-            if self._is_told and words not in self._left:
-                warnings.warn(words, stacklevel=2)  # a step has imported it: to the trial's log
-            self._left[words] = None
+            self._leave(module, path, why)
+
+    def _leave(self, module: types.ModuleType, path: str, why: str) -> None:
+        words = left_words(module.__name__, path, why)
+        if self._is_told and words not in self._left:
+            warnings.warn(words, stacklevel=2)  # a step has imported it: to the trial's log
+        self._left[words] = None
 
     def tell_left(self) -> tuple[str, ...]:
         """What could not be brought so far; what comes later is warned of as it does."""
@@ -122,10 +155,15 @@ class _Arrival(importlib.abc.MetaPathFinder):
         here = here.__func__ if isinstance(here, staticmethod | classmethod) else here
         if not fits(came, here):
             raise _Unfit(_LACKS)
-        self._bringing.is_partial = False
+        bringing, full_name = self._bringing, f"{module.__name__}.{path}"
+        bringing.is_partial, bringing.lacking, bringing.differing = False, [], []
         brought = self.bring(came, here)
-        if self._bringing.is_partial:
+        if bringing.is_partial:
             self._again.append((module, path, came))
+        if bringing.differing:
+            self._differing[full_name] = "; ".join(bringing.differing)
+        elif bringing.lacking:
+            self._leave(module, path, f"it is too large ({'; '.join(bringing.lacking)})")
         is_same = type(brought) is type(here) and type(here) in PLAIN and brought == here
         if brought is here or brought is ABSENT or is_same:
             return
@@ -161,6 +199,7 @@ class _Loader(importlib.abc.Loader):
         module.__spec__.loader = module.__loader__ = self._loader
         self._loader.exec_module(module)
         self._arrival.fill(module)
+        self._arrival.refuse_differing()
 
 
 class _RecipeReader(pickle.Unpickler):
@@ -187,6 +226,9 @@ def arrive(arguments: Sequence[str], imports: Iterable[str], state: bytes, recip
 
     ``arguments`` are the command line's, which a module of the user's may read; ``imports`` the
     modules that come first.
+
+    Raises:
+        SpecError: what is too large to be sent is another one here.
     """
     sys.meta_path[:] = [one for one in sys.meta_path if not isinstance(one, _Arrival)]
     undo_changes()  # modules that are imported now are to find none
@@ -199,6 +241,7 @@ def arrive(arguments: Sequence[str], imports: Iterable[str], state: bytes, recip
     sys.meta_path.insert(0, arrival)
     of_main, read = _RecipeReader(recipe, arrival).load()
     arrival.complete(of_main)
+    arrival.refuse_differing()
     return read
 
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from shoal.pystate.parts import attributes_of, function_parts, has_attributes
 from shoal.pystate.sendable import FIXED, FLAT, NUMBERLESS, is_flat
-from shoal.pystate.standins import Code, Lost, Made, Stream, new_fixed, refill_raw
+from shoal.pystate.standins import Code, Large, Lost, Made, Stream, new_fixed, refill_raw
+from shoal.pystate.statepickler import fingerprint_of
 from shoal.pystate.values import FILLERS, STREAMS, filler_of, move
 
 ABSENT: Any = object()
@@ -36,13 +37,20 @@ class Bringing:
 
     An object here stands for one there, and is filled in place; one that has none of its type
     here is the one that came. So two names of one object are of one again.
+
+    Attributes:
+        is_partial: Whether something of the main file's is still to come.
+        lacking: What is too large to come, and has nothing here in its place.
+        differing: The same where another value is here, in words of both.
     """
 
     def __init__(self) -> None:
         self._became: dict[int, Any] = {}  # by the identity of what came, which is held elsewhere
         self._taken: dict[int, Any] = {}
         self._of_main: list[Any] | None = None
-        self.is_partial = False  # whether a Later has been met
+        self.is_partial = False
+        self.lacking: list[str] = []
+        self.differing: list[str] = []
         self._again: list[tuple[Any, Any]] = []
 
     def has(self, came: Any) -> bool:
@@ -94,6 +102,17 @@ class Bringing:
             move(here, came.state)
             self._became[id(came)] = self._taken[id(here)] = here
         return ABSENT if here is None else here
+
+    def _bring_large(self, came: Large, here: Any) -> Any:
+        theirs = came.fingerprint
+        if theirs.digest is None or here is ABSENT or _is_nothing(here):
+            self.lacking.append(theirs.words)
+            return here
+        mine = fingerprint_of(here, theirs.most)
+        if mine != theirs:
+            other = "other contents" if mine.words == theirs.words else mine.words
+            self.differing.append(f"{theirs.words}, and workers have {other}")
+        return here
 
     def _bring_code(self, came: Code, here: Any) -> Any:
         if came.is_that_of(here):
@@ -177,9 +196,15 @@ class Bringing:
 _SPECIAL: dict[type, Callable[[Bringing, Any, Any], Any]] = {
     Later: Bringing._bring_later,
     Stream: Bringing._bring_stream,
+    Large: Bringing._bring_large,
     Code: Bringing._bring_code,
     Made: Bringing._bring_made,
 }
+
+
+def _is_nothing(here: Any) -> bool:
+    """Whether it may be filled by and by, as the study's process has filled its own."""
+    return here is None or (isinstance(here, FIXED + _MUTABLE) and not here)
 
 
 def is_lost(came: Any) -> bool:
@@ -200,7 +225,7 @@ def fits(came: Any, here: Any) -> bool:
 
 
 def _fits(came: Any, here: Any, may_lack: bool, met: set[int]) -> bool:
-    is_missing = came is ABSENT or is_lost(came)
+    is_missing = came is ABSENT or is_lost(came) or isinstance(came, Large)
     if isinstance(came, Code) and not came.is_that_of(here):
         is_missing = True
     if isinstance(came, Stream) and came.kind is None and not isinstance(here, STREAMS):

@@ -11,6 +11,7 @@ import decimal
 import enum
 import fractions
 import functools
+import itertools
 import pathlib
 import re
 import sys
@@ -151,9 +152,14 @@ def is_importable(code: Any) -> bool:
 
 def is_flat(value: Any) -> bool:
     """Whether a container has numbers and texts alone."""
-    has_values = isinstance(value, dict)
-    kinds = {*map(type, value), *(map(type, dict.values(value)) if has_values else ())}
+    kinds = {*map(type, value), *(map(type, dict.values(value)) if type(value) is dict else ())}
     return SIMPLE.issuperset(kinds)
+
+
+def num_others(value: Any) -> int:
+    """How many items of a container are no numbers or texts."""
+    items = itertools.chain(value, dict.values(value) if type(value) is dict else ())
+    return sum(type(one) not in SIMPLE for one in items)
 
 
 def base_of(kind: type) -> Any:

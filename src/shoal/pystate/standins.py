@@ -1,8 +1,8 @@
 """What a pickle of modules' values has in the place of what has no pickle of its own.
 
 ``reduced`` is the study's side: of an object what it contains and its attributes, so that no code
-of its class runs. The rest is the worker's: what such a pickle is read as. ``Stream``, ``Made``
-and ``Code`` still stand for something then, which ``bringing.Bringing`` finds or makes.
+of its class runs. The rest is the worker's: what such a pickle is read as. ``Stream``, ``Made``,
+``Large`` and ``Code`` still stand for something then, which ``bringing.Bringing`` finds or makes.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from shoal.pystate.fingerprints import Fingerprint
 from shoal.pystate.parts import attributes_of, function_parts, has_attributes
 from shoal.pystate.sendable import (
     FIXED,
@@ -207,6 +208,13 @@ class Made:
     def made(self, parts: dict[str, Any]) -> Any:
         """One of these parts."""
         return _MAKE[self.kind](**parts)
+
+
+class Large:
+    """In the place of what is too large to be sent: a worker is to have the same."""
+
+    def __init__(self, fingerprint: Fingerprint) -> None:
+        self.fingerprint = fingerprint
 
 
 class Code:

@@ -489,6 +489,7 @@ class Broken:
     """The worker itself cannot go on; its traceback."""
 
     error: str
+    cause: Exception | None = None  # when it is shoal's own
 
 
 Reply = (

@@ -39,6 +39,7 @@ from shoal.pystate import ambient
 from shoal.recipe import Recipe, with_fixed_data
 from shoal.runtime.channel import Channel
 from shoal.runtime.loop import DeviceLoop
+from shoal.runtime.measuring.describe import own_error
 from shoal.runtime.measuring.measure import Measurer
 from shoal.runtime.messages import (
     RECORDER,
@@ -108,8 +109,8 @@ def _serve(channel: Channel, running: mmap.mmap, output: TrialOutput, outbox: _O
     output.install(order.settings.directory)
     try:
         _run(order, channel, reply, running, output, outbox)
-    except Exception:
-        reply(Broken(traceback.format_exc()))
+    except Exception as error:
+        reply(Broken(traceback.format_exc(), own_error(error)))
         return False
     finally:
         output.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import datetime
 import decimal
 import enum
@@ -23,10 +24,12 @@ import pytest
 import torch
 from torch import nn
 
+from shoal.core.errors import SpecError
 from shoal.pystate.arriving import arrive, left_as_imported
 from shoal.pystate.bringing import ABSENT, Bringing
-from shoal.pystate.modulestate import LARGEST, ModuleState
+from shoal.pystate.modulestate import ModuleState
 from shoal.pystate.sendable import may_go
+from shoal.pystate.statepickler import LARGEST
 
 
 class Color(enum.Enum):
@@ -193,9 +196,65 @@ def test_attributes_of_a_modules_classes_arrive(module):
 def test_what_is_large_or_lives_in_a_process_stays(module):
     module.large, module.lock = bytes(LARGEST + 1), threading.Lock()
     module.tensor = torch.zeros(LARGEST)
-    lock, tensor = threading.Lock(), torch.ones(1)
-    arrived(module, large=b"here", lock=lock, tensor=tensor)
-    assert (module.large, module.lock, module.tensor) == (b"here", lock, tensor)
+    lock, tensor = threading.Lock(), torch.zeros(LARGEST)
+    assert not arrived(module, large=(large := bytes(LARGEST + 1)), lock=lock, tensor=tensor)
+    assert module.large is large
+    assert module.lock is lock
+    assert module.tensor is tensor
+
+
+def parts(number):
+    return [[[number] for _ in range(99)] for _ in range(999)]
+
+
+MANY = LARGEST // 100 + 1
+LARGE = [
+    (torch.zeros(LARGEST), torch.ones(LARGEST), "a float32 tensor of 1048576, 4.0 MiB"),
+    (np.zeros(LARGEST), np.zeros(LARGEST, "f4"), "a float64 array of 1048576, 8.0 MiB"),
+    (bytes(LARGEST + 1), bytes(9), "a bytes of 1,048,577 items"),
+    (list(range(LARGEST)), list(range(LARGEST, 0, -1)), "a list of 1,048,576 items"),
+    ([(n,) for n in range(MANY)], [(-n,) for n in range(MANY)], "a list of 10,486 items"),
+    (parts(0), parts(1), "a list of 999 items"),  # none of which is large
+]
+
+
+@pytest.mark.parametrize(("there", "here", "words"), LARGE, ids=[one[2] for one in LARGE])
+def test_what_is_too_large_and_another_one_here_is_refused_by_name(module, there, here, words):
+    """It was drawn as the module was imported, or the file that it is read from has changed."""
+    module.table = there
+    assert not arrived(module, table=copy.deepcopy(there))
+    module.table = there
+    with pytest.raises(SpecError, match=f"held_here.table: {words}, and workers have "):
+        arrived(module, table=here)
+    module.table = there
+    (told,) = arrived(module, table=None)
+    assert "'table' cannot be sent to workers, which have of it what its import makes" in told
+
+
+def test_of_an_object_with_a_large_part_all_else_arrives(module):
+    module.data = Thing(table=torch.zeros(LARGEST), width=3)
+    here = Thing(table=torch.zeros(LARGEST), width=1)
+    assert not arrived(module, data=here)
+    assert (module.data, here.width) == (here, 3)
+    here.table[-1] = 1
+    module.data = Thing(table=torch.zeros(LARGEST), width=3)
+    with pytest.raises(SpecError, match=r"held_here\.data: a float32 tensor of 1048576"):
+        arrived(module, data=here)
+
+
+def test_a_large_value_that_the_recipe_refers_to_goes(module):
+    module.table, module.texts = torch.ones(LARGEST), [str(n) for n in range(LARGEST)]
+    module.first = [module.table]
+    whole = {id(module.table), id(module.texts)}
+    state = ModuleState([module], whole=whole)
+    assert not state.large
+    assert whole <= state.numbers.keys()
+    module.table, module.texts, module.first = (here := torch.zeros(LARGEST)), [], None
+    arrive(sys.argv, [], state.packed, pickle.dumps(([], None)))
+    sys.meta_path.pop(0)
+    assert here.sum() == LARGEST
+    assert module.first[0] is module.table is here
+    assert len(module.texts) == LARGEST
 
 
 def test_many_numbers_and_texts_go_as_a_whole_and_of_many_objects_none_does(module):
@@ -211,14 +270,15 @@ def test_many_numbers_and_texts_go_as_a_whole_and_of_many_objects_none_does(modu
 def test_what_was_made_by_and_by_and_cannot_travel_is_made_here_too(module):
     module.whole, module.partly = Thing(width=1), Thing(width=1, lock=threading.Lock())
     module.large = Thing(width=1, data=torch.zeros(LARGEST))
-    told = arrived(module, whole=None, partly=None, large=None)
+    (told, large) = arrived(module, whole=None, partly=None, large=None)
     assert module.whole.width == 1
     assert module.partly is None
     assert module.large is None
+    assert told == large.replace("'large'", "'partly'")
     assert told == (
         "what the module held_here holds as 'partly' cannot be sent to workers, which have of it "
-        "what its import makes: a part of it stays there (an open file, a lock), and they have "
-        "none in its place",
+        "what its import makes: a part of it (an open file, a lock, what is larger than 1 MiB) "
+        "stays there, and they have none in its place"
     )
 
 

@@ -1,0 +1,281 @@
+"""The pickle of what modules hold, and what each value takes in it.
+
+Everything goes in one pickle, so that what is one object here is one there. A part that cannot go
+(an open file, a lock) is ``KEPT``: a worker leaves there what it has. A part that is too large is
+``LARGE``, a fingerprint: a worker is to have the same. One that the recipe refers to is ``WHOLE``
+and goes all the same, as it would with the recipe. A part that is the main file's is a number: it
+goes with the recipe, by value.
+"""
+
+from __future__ import annotations
+
+import collections
+import io
+import pickle
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.pystate.fingerprints import (
+    LEAST,
+    MOST,
+    MOST_OF_ALL,
+    Checked,
+    Fingerprint,
+    in_words,
+    of_numbers,
+    of_simple,
+)
+from shoal.pystate.sendable import (
+    ATOMS,
+    FLAT,
+    NUMBERLESS,
+    SIMPLE,
+    is_flat,
+    is_of_main,
+    may_go,
+    num_others,
+)
+from shoal.pystate.standins import Own, reduced
+
+LARGEST, ROOM, EACH = 2**20, 2**23, 100
+"""Bytes of one value, and of all; what each container and object within counts beside them."""
+ROOM_OF_MAIN = 2**24
+"""Bytes of one object of the main file's."""
+KEPT, FLAT_ID, LARGE, WHOLE = "kept", "flat", "large", "whole"
+"""What a pickle has in the place of values; but for the first with what belongs to it."""
+Place = str | int | tuple[Any, ...]
+_MANY = 100
+_MOST_COMPARED = 100_000  # objects in one value
+
+
+class Asked(NamedTuple):
+    """What a pickler asks of values; see ``ModuleState``."""
+
+    size_by_value: Callable[[Any], int | None]
+    fingerprint: Callable[[Any], Fingerprint]
+    whole: Collection[int] = ()
+
+
+class TooLarge(NamedTuple):
+    """A value that is not sent."""
+
+    value: Any
+
+
+class StatePickler(pickle.Pickler):
+    """Notes the objects that it meets which may change, and those that are the main file's."""
+
+    def __init__(self, file: Any, asked: Asked) -> None:
+        super().__init__(file, protocol=4)
+        self.met: dict[int, Any] = {}
+        self.of_main: dict[int, Any] = {}
+        self.large: dict[int, Any] = {}
+        self.whole: dict[int, Any] = {}
+        self.num_objects = 0
+        self._flat: dict[int, int] = {}
+        self._asked = asked
+
+    def persistent_id(self, value: Any) -> Place | None:
+        kind = type(value)
+        if kind in SIMPLE and not (kind in (str, bytes) and len(value) > LARGEST):
+            return None
+        if kind is TooLarge:
+            return LARGE, *self._asked.fingerprint(value.value)
+        self.num_objects += 1
+        if kind in FLAT and len(value) >= _MANY and is_flat(value):
+            return self._place_of_flat(value)
+        if kind in _SIZED and self._has_too_many(value):
+            return LARGE, *self._asked.fingerprint(value)
+        if kind in (str, bytes):
+            return self._place_of_large(value)
+        if kind in ATOMS or kind is Own:
+            return None
+        if is_of_main(value):
+            return self._place_of_mains(value)
+        if not may_go(value):
+            return KEPT
+        if isinstance(value, Tensor | np.ndarray):
+            if not _has_bytes(value):
+                return KEPT
+            if _is_large(value):
+                return self._place_of_large(value)
+        if not isinstance(value, NUMBERLESS):
+            self.met.setdefault(id(value), value)
+        return None
+
+    def _has_too_many(self, value: Any) -> bool:
+        return len(value) * EACH > LARGEST and num_others(value) * EACH > LARGEST
+
+    def _place_of_flat(self, value: Any) -> Place:
+        """As a whole: to be asked about each of many numbers and texts takes long."""
+        if (known := self._flat.get(id(value))) is not None:
+            return FLAT_ID, known, b""
+        packed = pickle.dumps(value, protocol=4) if len(value) <= LARGEST else b""
+        if not packed or len(packed) > LARGEST:
+            return self._place_of_large(value)
+        self.met.setdefault(id(value), value)
+        number = self._flat[id(value)] = len(self._flat)
+        return FLAT_ID, number, packed
+
+    def _place_of_large(self, value: Any) -> Place:
+        if id(value) not in self._asked.whole:
+            self.large[id(value)] = value
+            return LARGE, *self._asked.fingerprint(value)
+        self.met.setdefault(id(value), value)
+        self.whole.setdefault(id(value), value)
+        return WHOLE, list(self.whole).index(id(value))
+
+    def _place_of_mains(self, value: Any) -> Place:
+        size = self._asked.size_by_value(value)
+        if size is None:
+            return KEPT
+        if size > ROOM_OF_MAIN:
+            return LARGE, *Fingerprint(in_words(value), None)
+        self.of_main.setdefault(id(value), value)
+        return list(self.of_main).index(id(value))
+
+    def reducer_override(self, value: Any) -> Any:
+        return reduced(value)
+
+
+_SIZED = (dict, list, set, tuple, frozenset, collections.deque)
+
+
+class _Full(Exception):
+    """There is more than may go."""
+
+
+def _has_bytes(value: Tensor | np.ndarray[Any, Any]) -> bool:
+    if isinstance(value, np.ndarray):
+        return True
+    return value.layout is torch.strided and value.device.type in ("cpu", "cuda")
+
+
+def _is_large(value: Tensor | np.ndarray[Any, Any]) -> bool:
+    """Whether it is too large; those of a GPU are none that another process may have."""
+    if isinstance(value, np.ndarray):
+        return value.nbytes > LARGEST
+    storage = value.untyped_storage().nbytes()  # all of it goes
+    return max(storage, value.nbytes) > LARGEST or value.device.type != "cpu"
+
+
+class _Counted(io.RawIOBase):
+    """Counts what is written, and keeps nothing of it."""
+
+    size = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        size = memoryview(data).nbytes
+        self.size += size
+        if self.size > LARGEST:
+            raise _Full
+        return size
+
+
+class Sizes:
+    """Of values, in bytes, what they have in common with those before not counted again."""
+
+    def __init__(self, asked: Asked) -> None:
+        self._asked = asked
+        self._begin()
+
+    def _begin(self) -> None:
+        self._counted = _Counted()
+        self._pickler = _Counting(self._counted, self._asked)
+
+    def of(self, value: Any) -> int | None:
+        """None where it cannot go; more than there is room for where it is too large."""
+        if type(value) in SIMPLE and not isinstance(value, (str, bytes)):
+            return 0
+        if type(value) is Own:
+            if all(type(one) in SIMPLE for one in value.parts.values()):
+                return EACH
+        elif not may_go(value) and not is_of_main(value):
+            return None
+        self._counted.size = self._pickler.num_objects = 0
+        try:
+            self._pickler.dump(value)
+        except _Full:
+            self._begin()  # it has met what it has not come to the end of
+            return ROOM + 1
+        except Exception:  # whatever its code raises
+            self._begin()
+            return None
+        return self._counted.size
+
+
+class _Counting(StatePickler):
+    """One that is told to stop where there is too much of small things, too."""
+
+    def persistent_id(self, value: Any) -> Place | None:
+        if self.num_objects * EACH > LARGEST:
+            raise _Full
+        return super().persistent_id(value)
+
+
+class Fingerprints:
+    """Those of the values of one study, each taken once."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, Fingerprint]] = {}
+        self._room = MOST_OF_ALL
+
+    def of(self, value: Any) -> Fingerprint:
+        """As ``fingerprint_of``; of less of it where there were many."""
+        if id(value) not in self._known:
+            size = min(MOST, getattr(value, "nbytes", 0))
+            most = MOST if size <= self._room else LEAST
+            self._room -= min(size, most)
+            self._known[id(value)] = value, fingerprint_of(value, most)
+        return self._known[id(value)][1]
+
+
+def fingerprint_of(value: Any, most: int = MOST) -> Fingerprint:
+    """Of any value that may go; of one that has parts of the main file's nobody can tell."""
+    words = in_words(value)
+    try:
+        if isinstance(value, Tensor | np.ndarray):
+            return of_numbers(value, most)
+        if type(value) in (str, bytes) or (type(value) in FLAT and is_flat(value)):
+            return of_simple(value)
+        return Fingerprint(words, _crc_of(value))
+    except Exception:  # whatever its code raises, a ring
+        return Fingerprint(words, None)
+
+
+class _Comparing(StatePickler):
+    """One whose bytes are equal of equal values, whichever of their parts are one object."""
+
+    def __init__(self, file: Any) -> None:
+        super().__init__(file, Asked(lambda value: None, fingerprint_of))
+        self.fast = True
+
+    def persistent_id(self, value: Any) -> Place | None:
+        if self.num_objects > _MOST_COMPARED:
+            raise _Full
+        if is_of_main(value):
+            raise ValueError("nobody has that in a worker")
+        if type(value) in (set, frozenset):  # in another order in each process
+            return "set", sum(map(_crc_of, value))
+        return super().persistent_id(value)
+
+    def _has_too_many(self, value: Any) -> bool:
+        return False  # it stops where it has seen enough
+
+    def _place_of_flat(self, value: Any) -> Place:
+        return FLAT_ID, of_simple(value).digest
+
+
+def _crc_of(value: Any) -> int:
+    file = Checked()
+    with suppress(_Full):  # what comes first counts
+        _Comparing(file).dump(value)
+    return file.crc
