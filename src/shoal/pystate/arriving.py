@@ -163,7 +163,7 @@ class _Arrival(importlib.abc.MetaPathFinder):
         if bringing.differing:
             self._differing[full_name] = "; ".join(bringing.differing)
         elif bringing.lacking:
-            self._leave(module, path, f"it is too large ({'; '.join(bringing.lacking)})")
+            self._leave(module, path, "; ".join(bringing.lacking))
         is_same = type(brought) is type(here) and type(here) in PLAIN and brought == here
         if brought is here or brought is ABSENT or is_same:
             return

@@ -12,11 +12,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from shoal.pystate.parts import attributes_of, function_parts, has_attributes
+from shoal.pystate.parts import attributes_of, function_parts, has_attributes, hooks
 from shoal.pystate.sendable import FIXED, FLAT, NUMBERLESS, is_flat
-from shoal.pystate.standins import Code, Large, Lost, Made, Stream, new_fixed, refill_raw
+from shoal.pystate.standins import (
+    Code,
+    Large,
+    Lost,
+    Made,
+    Stream,
+    Weights,
+    new_fixed,
+    refill_raw,
+    weights_of,
+)
 from shoal.pystate.statepickler import fingerprint_of
 from shoal.pystate.values import FILLERS, STREAMS, filler_of, move
 
@@ -40,7 +50,7 @@ class Bringing:
 
     Attributes:
         is_partial: Whether something of the main file's is still to come.
-        lacking: What is too large to come, and has nothing here in its place.
+        lacking: Why parts could not come that have nothing alike here in their place.
         differing: The same where another value is here, in words of both.
     """
 
@@ -106,12 +116,25 @@ class Bringing:
     def _bring_large(self, came: Large, here: Any) -> Any:
         theirs = came.fingerprint
         if theirs.digest is None or here is ABSENT or _is_nothing(here):
-            self.lacking.append(theirs.words)
+            self.lacking.append(f"{theirs.words} is too large")
             return here
         mine = fingerprint_of(here, theirs.most)
         if mine != theirs:
             other = "other contents" if mine.words == theirs.words else mine.words
             self.differing.append(f"{theirs.words}, and workers have {other}")
+        return here
+
+    def _bring_weights(self, came: Weights, here: Any) -> Any:
+        if not came.is_that_of(here):
+            self.lacking.append(f"the {came.kind} is another module there")
+            return here
+        self._became[id(came)] = self._taken[id(here)] = here
+        tensors = weights_of(here)
+        for name, one in came.parts.items():
+            if name.endswith(" "):
+                here.get_submodule(name.removesuffix(" ")).training = one
+            elif self.bring(one, tensors[name]) is not tensors[name]:
+                self.lacking.append(f"{name!r} of the {came.kind} is another tensor there")
         return here
 
     def _bring_code(self, came: Code, here: Any) -> Any:
@@ -171,11 +194,27 @@ class Bringing:
             items = self._present(came, made) if not is_flat(came) else list(came)
             if not (isinstance(made, set) and made == set(items)):
                 filler(made, items)
+        if is_here and isinstance(came, nn.Module):
+            self._rename_hooks(attributes_of(made), attributes_of(came))
         if has_attributes(type(came)) and not isinstance(came, Code):
             self._fill_attributes(attributes_of(made), attributes_of(came), is_here)
         if self.is_partial:
             self._again.append((made, came))
         self.is_partial = outer
+
+    def _rename_hooks(self, made: Mapping[str, Any], came: Mapping[str, Any]) -> None:
+        """Have hooks the numbers that they have here: each process counts its own.
+
+        Else one that cannot be sent (of the old ``weight_norm``) would be none of those here.
+        """
+        for name in hooks() & came.keys():
+            here, there = made.get(name), came[name]
+            if isinstance(here, dict) and len(here) == len(there):
+                renamed = dict(zip(here, there.values(), strict=True))
+                there.clear()
+                there.update(renamed)
+            elif any(one is ABSENT for one in there.values()):
+                self.lacking.append(f"they have others of its {name.strip('_')}")
 
     def _fill_attributes(
         self, made: MutableMapping[str, Any], came: Mapping[str, Any], is_here: bool
@@ -196,6 +235,7 @@ class Bringing:
 _SPECIAL: dict[type, Callable[[Bringing, Any, Any], Any]] = {
     Later: Bringing._bring_later,
     Stream: Bringing._bring_stream,
+    Weights: Bringing._bring_weights,
     Large: Bringing._bring_large,
     Code: Bringing._bring_code,
     Made: Bringing._bring_made,
@@ -225,7 +265,7 @@ def fits(came: Any, here: Any) -> bool:
 
 
 def _fits(came: Any, here: Any, may_lack: bool, met: set[int]) -> bool:
-    is_missing = came is ABSENT or is_lost(came) or isinstance(came, Large)
+    is_missing = came is ABSENT or is_lost(came) or isinstance(came, Large | Weights)
     if isinstance(came, Code) and not came.is_that_of(here):
         is_missing = True
     if isinstance(came, Stream) and came.kind is None and not isinstance(here, STREAMS):

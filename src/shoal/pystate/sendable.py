@@ -92,9 +92,21 @@ def may_go(value: Any) -> bool:
         return kind in (Tensor, nn.Parameter) and value.grad_fn is None
     if isinstance(value, np.ndarray):
         return kind is np.ndarray and value.dtype != object
+    if has_tensors_alone(value):
+        return True
     if not is_importable(kind):
         return False
     return isinstance(value, enum.Enum) or is_transparent(kind)
+
+
+def has_tensors_alone(value: Any) -> bool:
+    """Whether it is a module that only what has made it makes again: of it the tensors go.
+
+    ``torch.nn.utils.parametrizations`` give a module a class of its own; TorchScript compiles it.
+    """
+    if not isinstance(value, nn.Module):
+        return False
+    return isinstance(value, torch.jit.ScriptModule) or not is_importable(type(value))
 
 
 def _is_of_process(value: dict[Any, Any]) -> bool:

@@ -2,7 +2,8 @@
 
 ``reduced`` is the study's side: of an object what it contains and its attributes, so that no code
 of its class runs. The rest is the worker's: what such a pickle is read as. ``Stream``, ``Made``,
-``Large`` and ``Code`` still stand for something then, which ``bringing.Bringing`` finds or makes.
+``Weights``, ``Large`` and ``Code`` still stand for something then, which ``bringing.Bringing``
+finds or makes.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from shoal.pystate.fingerprints import Fingerprint
 from shoal.pystate.parts import attributes_of, function_parts, has_attributes
@@ -25,6 +27,7 @@ from shoal.pystate.sendable import (
     FIXED,
     REDUCED,
     base_of,
+    has_tensors_alone,
     home_of,
     is_importable,
     is_transparent,
@@ -79,6 +82,8 @@ def reduced(value: Any) -> Any:
     if isinstance(value, STREAMS):
         is_here = isinstance(value, torch.Generator) and value.device.type != "cpu"
         return Stream, (None if is_here or not is_library(kind) else kind, state_of(value))
+    if has_tensors_alone(value):
+        return Weights, (kind.__name__,), {"parts": weights_of(value)}
     if kind in _MADE_OF:
         return Made, (kind.__name__,), {"parts": dict(_MADE_OF[kind](value))}
     if isinstance(value, enum.Enum):
@@ -208,6 +213,28 @@ class Made:
     def made(self, parts: dict[str, Any]) -> Any:
         """One of these parts."""
         return _MAKE[self.kind](**parts)
+
+
+class Weights:
+    """The tensors of a module that a worker has to have made by itself, and its modes."""
+
+    parts: dict[str, Any]
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def is_that_of(self, here: Any) -> bool:
+        """Whether an object of this process is such a module."""
+        if not isinstance(here, nn.Module) or type(here).__name__ != self.kind:
+            return False
+        return weights_of(here).keys() == self.parts.keys()
+
+
+def weights_of(module: nn.Module) -> dict[str, Any]:
+    """Its parameters and buffers by name; by path with a space whether a part of it trains."""
+    tensors = dict(nn.Module.named_parameters(module)) | dict(nn.Module.named_buffers(module))
+    modes = {f"{path} ": one.training for path, one in nn.Module.named_modules(module)}
+    return tensors | modes
 
 
 class Large:

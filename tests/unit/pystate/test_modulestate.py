@@ -465,6 +465,65 @@ def test_what_cannot_be_filled_is_told_of_and_all_else_is_filled(module):
     )
 
 
+NORMED = [
+    lambda: nn.utils.parametrizations.weight_norm(nn.Linear(2, 3)),
+    lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(2, 3)),
+    lambda: nn.Sequential(nn.utils.parametrizations.orthogonal(nn.Linear(2, 2)), nn.Tanh()),
+    lambda: nn.utils.weight_norm(nn.Linear(2, 3)),
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+@pytest.mark.parametrize("make", NORMED)
+def test_of_a_module_with_a_class_of_its_own_the_tensors_arrive(module, make):
+    there, here, x = make().eval(), make(), torch.rand(5, 2)
+    module.net, module.holder = there, {"net": there}
+    assert not torch.equal(there(x), here.eval()(x))
+    here.train()
+    told = arrived(module, net=here, holder={"net": here})
+    assert not told
+    assert module.holder["net"] is module.net is here
+    assert not here.training
+    assert torch.equal(there(x), here(x))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is:DeprecationWarning")
+def test_of_a_module_of_torchscript_the_tensors_arrive(module):
+    there, here = (torch.jit.trace(nn.Linear(2, 3), torch.rand(5, 2)) for _ in range(2))
+    x = torch.rand(5, 2)
+    module.net = there
+    assert not arrived(module, net=here)
+    assert module.net is here
+    assert torch.equal(there(x), here(x))
+
+
+def test_hooks_stay_though_each_process_counts_its_own(module):
+    def hooked(by, first=0):
+        made = nn.Linear(1, 1, bias=False)
+        for _ in range(first):
+            made.register_forward_hook(print).remove()
+        made.register_forward_hook(lambda module, args, output, by=by: output * by)
+        return made
+
+    module.net, here = hooked(3), hooked(2, first=4)
+    assert not arrived(module, net=here)
+    assert here(torch.ones(1)) == 3 * here.weight
+
+
+def test_a_module_of_another_structure_is_told_of(module):
+    normed = nn.utils.parametrizations.weight_norm
+    module.net = normed(nn.Linear(2, 3))
+    (told,) = arrived(module, net=(here := nn.Linear(2, 3)))
+    assert module.net is here
+    assert told.endswith("the ParametrizedLinear is another module there")
+    module.net = normed(nn.Linear(2, 3))
+    (told,) = arrived(module, net=normed(nn.Linear(2, 4)))
+    assert "'parametrizations.weight.original0' of the ParametrizedLinear is another" in told
+    module.net = normed(nn.Linear(2, 3))
+    (told,) = arrived(module, net=None)
+    assert told.endswith("the ParametrizedLinear is another module there")
+
+
 def test_what_the_main_file_defines_arrives_where_it_is(module):
     kind = type("OfMain", (), {"__module__": "__main__"})
     function = types.FunctionType((lambda: 3).__code__, {"__name__": "__main__"}, "function")
