@@ -20,7 +20,7 @@ from shoal.launch.directory import StudyDirectory
 from shoal.launch.growing import grow, of_today
 from shoal.launch.notcarried import refuse_what_stays
 from shoal.launch.onrecord import Keys, keys_to_follow, technique_to_follow, threads_to_follow
-from shoal.launch.packing import pack_recipe
+from shoal.launch.plan import packed_recipe
 from shoal.launch.request import Asked, Request
 from shoal.launch.searching import begin_hunt, more_trials
 from shoal.launch.sinks import Sinks
@@ -78,8 +78,11 @@ class Case:
         return [self.merged.record.trial(row.number).to_spec() for row in rows[:1]]
 
 
-def refuse_early(study: Asked, request: Request) -> None:
+def refuse_early(study: Asked, request: Request) -> bytes:
     """Refuse what can be seen to be wrong before anything is made.
+
+    Returns:
+        The recipe for workers.
 
     Raises:
         SpecError: there is nothing to resume, two wishes exclude each other, no trials are
@@ -98,7 +101,7 @@ def refuse_early(study: Asked, request: Request) -> None:
         other = "overwrite=True deletes" if request.overwrite else "resume=False refuses to find"
         raise SpecError(f"{other} what retry_failed=True trains again. Choose one.")
     refuse_what_stays()
-    pack_recipe(study.recipe)
+    return packed_recipe(study)
 
 
 def take_up(study: Asked, request: Request, place: StudyDirectory) -> Case:

@@ -69,6 +69,7 @@ def plan_study(
     pins: Pins = NO_PINS,
     new: Collection[int] = (),
     built: Sequence[TrialSpec] = (),
+    packed: bytes | None = None,
 ) -> tuple[Planner, Planned]:
     """Measure and decide; the pool is configured for the study afterwards.
 
@@ -84,6 +85,7 @@ def plan_study(
         pins: How a plan that is followed has trials train.
         new: Trials of a search that nobody planned before; they fail alone.
         built: A trial that was planned in an earlier run, if there was one.
+        packed: The recipe for workers, if it is there already.
 
     Raises:
         PlanError: a trial fits in no way, or not as it was planned, what is forced cannot be
@@ -94,8 +96,7 @@ def plan_study(
     """
     early(technique, study.recipe, hardware.devices)
     refuse_what_stays()
-    packed = pack_recipe(study.recipe, find_changes())
-    served = packed, settings, KernelChoice.here()
+    served = packed or packed_recipe(study), settings, KernelChoice.here()
     pool.configure(hardware.devices, *served)
     hardware, idle = without_libraries(hardware, idle, pool.library_bytes())
     times = _times_of(study, settings)
@@ -155,6 +156,15 @@ def plan_study(
     there = {*recorded, *(trial.number for trial in trials)}
     seconds = foretold_s(planned, settings, study.search, steps, len(there))
     return planner, replace(planned, plan=with_seconds(planned.plan, seconds))
+
+
+def packed_recipe(study: Asked) -> bytes:
+    """The recipe for workers, with what files have put into modules, and these hold.
+
+    Raises:
+        SpecError: something of it cannot travel.
+    """
+    return pack_recipe(study.recipe, find_changes())
 
 
 def _times_of(study: Asked, settings: Settings) -> Times:

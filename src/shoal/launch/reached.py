@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
@@ -27,6 +27,10 @@ def reached(seeds: Iterable[str], users: Users) -> list[ModuleType]:
     import it; and whoever makes such names, or goes through directories, any.
     """
     found: set[str] = set()
+    called = defaultdict[str, list[str]](list)  # users' modules by what code may call them
+    for name in users:
+        for word in {name, name.rpartition(".")[2]}:
+            called[word].append(name)
     waiting = deque([*seeds, *MAINS])
     while waiting:
         module = waiting.popleft()
@@ -34,11 +38,10 @@ def reached(seeds: Iterable[str], users: Users) -> list[ModuleType]:
             continue
         found.add(module)
         names = _names_of(sys.modules.get(module))
-        waiting += [
-            name
-            for name in users
-            if names is None or name in names or name.rpartition(".")[2] in names
-        ]
+        if names is None:
+            return list(users.values())
+        for word in called.keys() & names:
+            waiting += called[word]
         waiting += [parent for parent in _parents(module) if parent in users]
     return [module for name, module in users.items() if name in found]
 

@@ -69,6 +69,7 @@ class Run:
         self._door = Door(heeds_signals=Interrupts.listen_here())
         self._about_disk: tuple[str, ...] = ()
         self._spill_dir = ""  # where trials are at home in files
+        self._packed = b""  # the recipe
         self._room: Room  # once it is planned
 
     def run(self) -> None:
@@ -80,7 +81,7 @@ class Run:
             TrialError: the first trials failed in the same way.
             SystemExit, KeyboardInterrupt: it was interrupted; every trial is saved.
         """
-        refuse_early(self._study, self._request)
+        self._packed = refuse_early(self._study, self._request)
         self._warm_up()
         try:
             self._run()
@@ -186,6 +187,7 @@ class Run:
             pins=pins_of(self._request.plan, case.found.numerics.keys()),
             new=case.unplanned,
             built=case.built,
+            packed=self._packed,
         )
         decided = interval_of(self._study.policy, planned.plan, case.place.path)
         self._settings = replace(self._settings, checkpoint_every_s=float(decided.every_s))

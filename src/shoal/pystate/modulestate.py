@@ -13,7 +13,7 @@ import enum
 import io
 import pickle
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from shoal.pystate.sendable import CODE, home_of, is_main_code, is_of_main, may_go
@@ -51,21 +51,7 @@ class ModuleState:
         for module, name in named:
             wanted.setdefault(module, []).append((name, vars(module)[name]))
         asked = Asked(_once(size_by_value), (fingerprints or Fingerprints()).of, whole)
-        size_of = _once(Sizes(asked).of)
-        room, values, counted = ROOM, dict[str, dict[str, Any]](), set[int]()
-        for module, pairs in wanted.items():
-            held = {}
-            for name, value in pairs:
-                size = size_of(value)
-                if size is None:
-                    continue
-                if size > room and id(value) not in counted:
-                    held[name] = TooLarge(value)
-                    continue
-                held[name], room = value, room - (0 if id(value) in counted else size)
-                counted.add(id(value))
-            if held:
-                values[module.__name__] = held
+        values = _with_room(wanted, _once(Sizes(asked).of))
         file, homes = io.BytesIO(), list[str]()
         pickler = StatePickler(file, asked)
         pickler.dump(list(values))
@@ -74,11 +60,33 @@ class ModuleState:
             homes += [name] * (len(pickler.met) - len(homes))
         met = list(pickler.met.values())
         pickler.dump(met)  # the objects themselves
-        self.packed = pickle.dumps(list(pickler.whole.values()), protocol=4) + file.getvalue()
+        large = [one for _, one in pickler.whole.values()]
+        self.packed = pickle.dumps(large, protocol=4) + file.getvalue()
         self.numbers = {id(value): number for number, value in enumerate(met)}
-        self.homes, self.of_main = homes, list(pickler.of_main.values())
+        self.homes, self.of_main = homes, [one for _, one in pickler.of_main.values()]
         self.large = pickler.large
         self._held = met  # no other object comes to such an identity
+
+
+def _with_room(
+    wanted: Mapping[types.ModuleType, list[tuple[str, Any]]],
+    size_of: Callable[[Any], int | None],
+) -> dict[str, dict[str, Any]]:
+    """By module what there is room for, and ``TooLarge`` in the place of what else could go."""
+    room, found, counted = ROOM, dict[str, dict[str, Any]](), set[int]()
+    for module, pairs in wanted.items():
+        held = dict[str, Any]()
+        for name, value in pairs:
+            size = 0 if id(value) in counted else size_of(value)
+            if size is None:
+                continue
+            held[name] = value if size <= room else TooLarge(value)
+            if size <= room:
+                room -= size
+                counted.add(id(value))
+        if held:
+            found[module.__name__] = held
+    return found
 
 
 def left_words(module: str, path: str, why: str) -> str:

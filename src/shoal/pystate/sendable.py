@@ -61,6 +61,11 @@ NUMBERLESS = (*_IMMUTABLE, *_STORAGES, *CODE, *MADE, enum.Enum, types.ModuleType
 """Of objects that never change by themselves; nobody fills them."""
 
 
+_ALWAYS = frozenset((*ATOMS, *_CONTAINERS, *MADE, types.FunctionType))
+NUMBERS = frozenset((Tensor, nn.Parameter, np.ndarray))
+"""Types of values that are many numbers."""
+
+
 def is_of_main(value: Any) -> bool:
     """Whether it is what the main file defines, or an object of such a class."""
     return is_main_code(value) or type(value).__module__ in MAINS
@@ -78,25 +83,34 @@ def may_go(value: Any) -> bool:
     kind: Any = type(value)
     if kind is dict:
         return not _is_of_process(value)
-    if kind in ATOMS or kind in _CONTAINERS or kind in MADE:
+    if kind in _ALWAYS:
         return True
     if isinstance(value, types.ModuleType):
         return value.__name__ not in MAINS and sys.modules.get(value.__name__) is value
-    if isinstance(value, (*_IMMUTABLE, *_STORAGES)) and is_library(kind):
-        return True
-    if isinstance(value, (*STREAMS, types.FunctionType)):
+    if _is_immutable(kind) or isinstance(value, STREAMS):
         return True
     if isinstance(value, CODE):
         return is_importable(value)
     if isinstance(value, Tensor):
-        return kind in (Tensor, nn.Parameter) and value.grad_fn is None
+        return kind in NUMBERS and value.grad_fn is None
     if isinstance(value, np.ndarray):
-        return kind is np.ndarray and value.dtype != object
+        return kind in NUMBERS and value.dtype != object
     if has_tensors_alone(value):
         return True
     if not is_importable(kind):
         return False
     return isinstance(value, enum.Enum) or is_transparent(kind)
+
+
+@functools.cache
+def _is_immutable(kind: Any) -> bool:
+    return issubclass(kind, (*_IMMUTABLE, *_STORAGES)) and is_library(kind)
+
+
+@functools.cache
+def has_number(kind: Any) -> bool:
+    """Whether objects of a type may change, so that others may refer to them by a number."""
+    return not issubclass(kind, NUMBERLESS)
 
 
 def has_tensors_alone(value: Any) -> bool:

@@ -33,8 +33,9 @@ from shoal.pystate.fingerprints import (
 from shoal.pystate.sendable import (
     ATOMS,
     FLAT,
-    NUMBERLESS,
+    NUMBERS,
     SIMPLE,
+    has_number,
     is_flat,
     is_of_main,
     may_go,
@@ -73,15 +74,15 @@ class StatePickler(pickle.Pickler):
     def __init__(self, file: Any, asked: Asked) -> None:
         super().__init__(file, protocol=4)
         self.met: dict[int, Any] = {}
-        self.of_main: dict[int, Any] = {}
         self.large: dict[int, Any] = {}
-        self.whole: dict[int, Any] = {}
+        self.of_main: dict[int, tuple[int, Any]] = {}  # with their numbers
+        self.whole: dict[int, tuple[int, Any]] = {}
         self.num_objects = 0
         self._flat: dict[int, int] = {}
         self._asked = asked
 
     def persistent_id(self, value: Any) -> Place | None:
-        kind = type(value)
+        kind: Any = type(value)
         if kind in SIMPLE and not (kind in (str, bytes) and len(value) > LARGEST):
             return None
         if kind is TooLarge:
@@ -99,12 +100,12 @@ class StatePickler(pickle.Pickler):
             return self._place_of_mains(value)
         if not may_go(value):
             return KEPT
-        if isinstance(value, Tensor | np.ndarray):
+        if kind in NUMBERS:
             if not _has_bytes(value):
                 return KEPT
             if _is_large(value):
                 return self._place_of_large(value)
-        if not isinstance(value, NUMBERLESS):
+        if has_number(kind):
             self.met.setdefault(id(value), value)
         return None
 
@@ -127,8 +128,7 @@ class StatePickler(pickle.Pickler):
             self.large[id(value)] = value
             return LARGE, *self._asked.fingerprint(value)
         self.met.setdefault(id(value), value)
-        self.whole.setdefault(id(value), value)
-        return WHOLE, list(self.whole).index(id(value))
+        return WHOLE, self.whole.setdefault(id(value), (len(self.whole), value))[0]
 
     def _place_of_mains(self, value: Any) -> Place:
         size = self._asked.size_by_value(value)
@@ -136,8 +136,7 @@ class StatePickler(pickle.Pickler):
             return KEPT
         if size > ROOM_OF_MAIN:
             return LARGE, *Fingerprint(in_words(value), None)
-        self.of_main.setdefault(id(value), value)
-        return list(self.of_main).index(id(value))
+        return self.of_main.setdefault(id(value), (len(self.of_main), value))[0]
 
     def reducer_override(self, value: Any) -> Any:
         return reduced(value)

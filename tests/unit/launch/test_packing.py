@@ -155,3 +155,18 @@ def test_of_a_module_that_cannot_be_read_again_nothing_is_sent_and_that_is_said(
         state = packing._state_of([good, bad])
     assert b"good_one" in state.packed
     assert b"bad_one" not in state.packed
+
+
+def test_a_study_packs_its_recipe_once(run_study, monkeypatch):
+    packed = []
+    monkeypatch.setattr(
+        "shoal.launch.plan.pack_recipe",
+        lambda recipe, changes: packed.append(recipe) or pack_recipe(recipe, changes),
+    )
+    recipe = shoal.Recipe(
+        model=lambda hp: torch.nn.Linear(1, 1),
+        data=lambda hp: ([(torch.ones(1, 1),)], None),
+        loss=lambda output, batch: output.sum(),
+    )
+    run_study(recipe, {"lr": 0.1}, trials=1, steps=1)
+    assert packed == [recipe]
