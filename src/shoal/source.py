@@ -126,13 +126,13 @@ class Change(NamedTuple):
 
     module: str
     path: str  # of that class or dictionary; empty: the module itself
-    name: str
+    name: Any  # of an item its key
     value: Any
     is_item: bool = False
 
     @property
     def full_name(self) -> str:
-        return ".".join(filter(None, (self.module, self.path, self.name)))
+        return ".".join(str(part) for part in (self.module, self.path, self.name) if part != "")
 
     def make(self) -> Callable[[], object] | None:
         """Have it so in this process; returns what puts back what was there.

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shoal.pystate.ambient import is_users
 from shoal.source import MAINS
@@ -19,6 +19,17 @@ class Assigned(NamedTuple):
 
     path: tuple[str, ...]
     name: str
+
+
+class Filed(NamedTuple):
+    """``lib.TABLE["x"] = ...``, as ``("lib", "TABLE")`` and ``"x"``.
+
+    ``names``: of what the key is, where it is no constant (``lib.TABLE[torch.float]``).
+    """
+
+    path: tuple[str, ...]
+    key: Any
+    names: tuple[str, ...] = ()
 
 
 class Imported(NamedTuple):
@@ -34,6 +45,7 @@ class Said(NamedTuple):
 
     unused: tuple[str, ...] = ()  # modules that are imported, and whose names nothing reads
     assigned: tuple[Assigned, ...] = ()
+    filed: tuple[Filed, ...] = ()
     imported: tuple[Imported, ...] = ()
     paths: tuple[tuple[str, ...], ...] = ()  # of attributes, in lines that run when the file does
 
@@ -66,9 +78,12 @@ def _read(file: str, when: int, package: str) -> Said:
     unused = [name for node in tree.body for name in _unused(node, used, package)]
     nodes = list(_statements(tree))
     assigned = dict.fromkeys(one for node in nodes for one in _assigned(node))
+    filed = dict.fromkeys(one for node in nodes for one in _filed(node))
     imported = dict.fromkeys(one for node in nodes for one in _imported(node, package))
     paths = dict.fromkeys(_path(node) for node in nodes if isinstance(node, ast.Attribute))
-    return Said(tuple(unused), tuple(assigned), tuple(imported), tuple(filter(None, paths)))
+    return Said(
+        tuple(unused), tuple(assigned), tuple(filed), tuple(imported), tuple(filter(None, paths))
+    )
 
 
 def _unused(node: ast.stmt, used: set[str], package: str) -> list[str]:
@@ -118,6 +133,16 @@ def _assigned(node: ast.AST) -> Iterator[Assigned]:
         return
     if path:
         yield Assigned(path, name)
+
+
+def _filed(node: ast.AST) -> Iterator[Filed]:
+    if not (isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)):
+        return
+    path, names = _path(node.value), _path(node.slice)
+    if path and isinstance(node.slice, ast.Constant):
+        yield Filed(path, node.slice.value)
+    elif path and names:
+        yield Filed(path, None, names)
 
 
 def _path(node: ast.expr) -> tuple[str, ...]:

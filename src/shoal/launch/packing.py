@@ -111,18 +111,31 @@ class _Arriving:
 
 
 def _state_of(modules: list[ModuleType], **options: Any) -> ModuleState:
-    """What modules hold; nothing of one that could not be read again, with a warning."""
-    state = ModuleState(modules, _size_by_value, named_objects(), **options)
+    """What modules hold; nothing that could not be read again, with a warning of whose it is."""
+    named = list(named_objects())
+    state = ModuleState(modules, _size_by_value, named, **options)
     if _unreadable(state) is None:
         return state
-    good = []
-    for module in modules:
-        if (error := _unreadable(ModuleState([module], _size_by_value))) is None:
-            good.append(module)
-            continue
-        why = f"{type(error).__name__}: {error}"
-        warnings.warn(left_words(module.__name__, "", why), stacklevel=2)
-    return ModuleState(good, _size_by_value, **options)
+    good = [one for one in modules if _is_readable((one.__name__, ""), [one], (), **options)]
+    named = [
+        (home, name)
+        for home, name in named
+        if _is_readable((home.__name__, name), (), [(home, name)], **options)
+    ]
+    return ModuleState(good, _size_by_value, named, **options)
+
+
+def _is_readable(
+    place: tuple[str, str],
+    modules: Sequence[ModuleType],
+    named: Sequence[tuple[ModuleType, str]],
+    **options: Any,
+) -> bool:
+    """Whether these can be read again; warns of the place of what cannot."""
+    if (error := _unreadable(ModuleState(modules, _size_by_value, named, **options))) is None:
+        return True
+    warnings.warn(left_words(*place, f"{type(error).__name__}: {error}"), stacklevel=2)
+    return False
 
 
 def _unreadable(state: ModuleState) -> Exception | None:

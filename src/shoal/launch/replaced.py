@@ -4,7 +4,7 @@
 file: alone a model trains with these. Looked for are functions and classes that the file itself
 defines, and in installed packages those of the user's other modules (``import patches``): no
 package imports them by itself. Other values there nobody can tell from what packages have of
-themselves, but where a line of the file assigns one by its name.
+themselves, but where a line of the file assigns one by its name, or files it under a key.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from __future__ import annotations
 import builtins
 import gc
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -31,7 +32,7 @@ def find_changes() -> tuple[Change, ...]:
     for name, module in _modules():
         code = anywhere if any(place in _file_of(module) for place in INSTALLED) else of_file
         found += _changes_in(name, module, code)
-    return tuple([*found, *_assigned_by_name(found)])
+    return tuple([*found, *_assigned_by_name(found), *_filed_by_key(found)])
 
 
 def _assigned_by_name(known: Iterable[Change]) -> Iterator[Change]:
@@ -39,11 +40,40 @@ def _assigned_by_name(known: Iterable[Change]) -> Iterator[Change]:
     names = {change.full_name for change in known}
     for main, said in main_files():
         for path, name in said.assigned:
-            home: Any = vars(main).get(path[0])
-            for part in path[1:]:
-                home = getattr(home, part, None)
+            home = _found(vars(main), path)
             if (change := _change_of(home, name)) is not None and change.full_name not in names:
                 yield change
+
+
+def _filed_by_key(known: Iterable[Change]) -> Iterator[Change]:
+    """The same in a dictionary there: ``collate.default_collate_fn_map[complex] = mine``."""
+    names = {change.full_name for change in known}
+    for main, said in main_files():
+        held = vars(builtins) | vars(main)
+        bound = {one.bound: (one.module, one.name) for one in said.imported}
+        for path, key, spelled in said.filed:
+            table = _found(held, path)
+            owner = _found(held, path[:-1]) if path[1:] else None
+            if path[0] in bound and not path[1:]:
+                module, name = bound[path[0]]
+                owner, path = sys.modules.get(module), (name,)
+            key = _found(held, spelled) if spelled else key
+            place = _change_of(owner, path[-1])
+            if place is None or place.value is not table or not issubclass(type(table), dict):
+                continue
+            change = place._replace(
+                path=".".join(filter(None, (place.path, place.name))), name=key, is_item=True
+            )
+            if isinstance(key, Hashable) and change.full_name not in names:
+                with suppress(KeyError, TypeError):  # it is gone again, or no such key
+                    yield change._replace(value=dict.__getitem__(table, key))
+
+
+def _found(held: Mapping[str, Any], path: tuple[str, ...]) -> Any:
+    found = held.get(path[0])
+    for name in path[1:]:
+        found = getattr(found, name, None)
+    return found
 
 
 def _change_of(home: Any, name: str) -> Change | None:

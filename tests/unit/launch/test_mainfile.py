@@ -61,6 +61,36 @@ def test_what_is_no_installed_package_or_is_not_there_is_no_change(main):
     ]
 
 
+FILED = """
+import torch
+from torch.utils.data._utils import collate
+from torch.utils.data._utils.collate import default_collate_fn_map as table
+collate.default_collate_fn_map[complex] = torch.stack
+table["text"] = torch.stack
+table[unknown] = table["gone"] = own["x"] = None
+"""
+
+
+def test_what_a_line_files_in_a_packages_dictionary_is_a_change_there(main, monkeypatch, tmp_path):
+    import torch
+    from torch.utils.data._utils import collate
+
+    (tmp_path / "main.py").write_text(FILED)
+    table = dict(collate.default_collate_fn_map) | {complex: torch.stack, "text": torch.stack}
+    monkeypatch.setattr(collate, "default_collate_fn_map", table)
+    main.collate, main.table, main.own, main.torch = collate, table, {"x": 1}, torch
+    changes = find_changes()
+    assert [(c.path, c.name, c.is_item) for c in changes] == [
+        ("default_collate_fn_map", complex, True),
+        ("default_collate_fn_map", "text", True),
+    ]
+    del table[complex]
+    undo = changes[0].make()
+    assert table[complex] is torch.stack
+    undo()
+    assert complex not in table
+
+
 def test_a_file_that_cannot_be_read_says_nothing(main, tmp_path):
     (tmp_path / "main.py").write_text("def")
     assert [said for _, said in main_files()] == [Said()]

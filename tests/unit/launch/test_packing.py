@@ -148,12 +148,19 @@ def test_functions_that_close_over_one_variable_do_so_in_a_worker():
 def test_of_a_module_that_cannot_be_read_again_nothing_is_sent_and_that_is_said(
     monkeypatch, look_at_modules
 ):
-    good, bad = ModuleType("good_one"), ModuleType("bad_one")
-    good.width, bad.thing = 3, range(3)
+    good, bad, package = map(ModuleType, ("good_one", "bad_one", "package"))
+    good.width, bad.thing, package.cfg, package.bad_one = 3, range(3), {"a": 1}, {"bad_one": 1}
+    named = [(package, "cfg"), (package, "bad_one")]
+    monkeypatch.setattr(packing, "named_objects", lambda: iter(named))
     monkeypatch.setattr(packing, "read_state", lambda packed: b"bad_one" not in packed or 1 / 0)
-    with pytest.warns(UserWarning, match="the module bad_one holds cannot be sent.*division"):
+    with pytest.warns(UserWarning, match="holds .*cannot be sent.*division") as told:
         state = packing._state_of([good, bad])
+    places = [str(one.message).partition(" cannot")[0] for one in told]
+    assert places == [
+        *("what the module bad_one holds", "what the module package holds as 'bad_one'")
+    ]
     assert b"good_one" in state.packed
+    assert b"cfg" in state.packed
     assert b"bad_one" not in state.packed
 
 
