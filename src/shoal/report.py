@@ -26,7 +26,7 @@ from shoal.observe.rows import TrialRow, TrialState
 from shoal.observe.snapshot import Snapshot
 from shoal.observe.states import STATES, in_order, study_state, trial_state
 from shoal.recipe import Recipe
-from shoal.resume.recipe import describe_recipe
+from shoal.resume.recipe import RecipeRecord, describe_recipe
 from shoal.resume.since import changed_since, changed_words
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class TrialResult:
         from shoal.runtime.saving import checkpoint
 
         weights = _read_weights(self._checkpoint())
-        model = _build_model(self._find_recipe(), self.hp, self.seed)
+        model = self._build()
         attributes = Attributes(model, None, None)
         try:
             model.load_state_dict(weights, strict=True)
@@ -239,6 +239,16 @@ class TrialResult:
             )
         return self.checkpoint
 
+    def _build(self) -> nn.Module:
+        recipe = self._find_recipe()
+        if isinstance(self._recipe, Recipe):
+            return _build_model(recipe, self.hp, self.seed)
+        before = _described(recipe)
+        model = _build_model(recipe, self.hp, self.seed)
+        if (after := describe_recipe(recipe).digest) != before.digest:
+            _left_by_loading[after] = before
+        return model
+
     def _find_recipe(self) -> Recipe:
         if isinstance(self._recipe, Recipe):
             return self._recipe
@@ -252,12 +262,23 @@ class TrialResult:
                 "shoal.open(path, recipe=recipe)."
             )
         place = self._checkpoint().parents[2]
-        if changed := changed_since(place, describe_recipe(found), self.recipe_number):
+        if changed := changed_since(place, _described(found), self.recipe_number):
             warnings.warn(
                 f"trial {self.number}: {changed_words(changed)}: shoal.open(path, recipe=...).",
                 stacklevel=4,
             )
         return found
+
+
+_left_by_loading: dict[str, RecipeRecord] = {}
+"""What a recipe was, by the digest of what it is once a model of it was made: making one may set
+globals, which the model then reads, and this process has one of each."""
+
+
+def _described(recipe: Recipe) -> RecipeRecord:
+    """What a recipe is, but for what loading trials has left in globals."""
+    now = describe_recipe(recipe)
+    return _left_by_loading.get(now.digest, now)
 
 
 def _read_weights(path: Path) -> dict[str, Tensor]:

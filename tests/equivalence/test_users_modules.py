@@ -290,3 +290,24 @@ def test_a_large_value_is_the_same_one_or_the_study_is_refused(
         report = run_study(study.recipe, study.space, steps=2)
         assert_alone(report, report.trials, study.recipe, steps=2)
     sys.modules.pop(use)
+
+
+def test_what_loading_a_trial_sets_is_no_change_of_the_recipe(write, warm_workers, tmp_path):
+    """``model(hp)`` sets ``cfg.width``, and the next trial's recipe is looked at after that."""
+    imports, model = WAYS["at the top"]
+    place = write(HEAD.format(imports=imports, model=model))
+    study = (loaded := load_study(place)).study
+    made = shoal.Study("loaded", study.recipe, space=study.space, steps=1, directory=tmp_path)
+    made.source = loaded.source
+    made.run(
+        hardware=shoal.Hardware.virtual(devices=1, memory="64MiB"),
+        progress=False,
+        timeline=False,
+        workers=warm_workers,
+    )
+    trials = shoal.open(tmp_path / "loaded").trials
+    for trial in (*trials, *trials):
+        assert trial.load().first.weight.shape[0] == trial.hp["width"]
+    Path(place).write_text(Path(place).read_text().replace("square()", "abs()"))
+    with pytest.warns(UserWarning, match="trial 0: the recipe has changed"):
+        trials[0].load()
