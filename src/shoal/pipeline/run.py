@@ -82,6 +82,12 @@ def run_stages(
     Nothing is evaluated. In a process that torchrun started, or that is in a group of gloo's or
     NCCL's, the stages are the group's processes: each calls this, and each gets the result.
 
+    Processes that it starts get the recipe as cloudpickle sends it, and not what a study sends
+    beside that: your other modules hold there what their import makes, and no
+    ``config.WIDTH = 128``, and what your file put into other modules (``F.gelu = mine``) is not
+    there. Do such things inside the recipe's functions, run a study, or have ``torchrun`` start
+    the ranks, each of which runs your file.
+
     ``device`` is "cpu" or "cuda": rank by rank the GPUs of each machine, in turn where there are
     fewer; None for "cuda" in a group of NCCL's alone, else "cpu". With ``direct`` what lies on a
     device goes to the other device without the host: None for that on GPUs. It needs a GPU for
