@@ -239,6 +239,8 @@ class Fingerprints:
 
 def fingerprint_of(value: Any, most: int = MOST) -> Fingerprint:
     """Of any value that may go; of one that has parts of the main file's nobody can tell."""
+    if type(value) is Own:  # of which a worker has but the function
+        return Fingerprint("what the function keeps", None)
     words = in_words(value)
     try:
         if isinstance(value, Tensor | np.ndarray):

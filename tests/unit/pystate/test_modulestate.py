@@ -231,6 +231,17 @@ def test_what_is_too_large_and_another_one_here_is_refused_by_name(module, there
     assert "'table' cannot be sent to workers, which have of it what its import makes" in told
 
 
+def test_what_a_function_keeps_and_is_too_large_is_told_of(module):
+    keeping = "def use(rows=None, width=1):\n    return rows, width\n"
+    exec(keeping, vars(module))
+    here = module.use
+    exec(keeping, vars(module))
+    module.use.__defaults__ = (parts(0), 3)
+    (told,) = arrived(module, use=here)
+    assert told.endswith("what the function keeps is too large")
+    assert here() == (None, 1)
+
+
 def test_of_an_object_with_a_large_part_all_else_arrives(module):
     module.data = Thing(table=torch.zeros(LARGEST), width=3)
     here = Thing(table=torch.zeros(LARGEST), width=1)
