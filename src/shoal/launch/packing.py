@@ -47,8 +47,9 @@ def pack_recipe(recipe: Recipe, changes: Collection[Change] = ()) -> bytes:
     try:
         packed = _dumps(_Arriving(_Changed(tuple(changes), recipe)))
     except Exception as error:
-        _refuse_change(changes)
-        field, reason, place = _culprit(recipe, error)
+        state = _state_of(list(users_modules().values()))
+        _refuse_change(changes, state)
+        field, reason, place = _culprit(recipe, error, state)
         what = f"{place} is an object" if place else "It refers to an object"
         raise SpecError(
             f"Recipe({field}=...) cannot be sent to a worker: {reason}. {what} "
@@ -154,9 +155,9 @@ def _size_by_value(value: Any) -> int | None:
         return None
 
 
-def _refuse_change(changes: Iterable[Change]) -> None:
+def _refuse_change(changes: Iterable[Change], state: ModuleState) -> None:
     for change in changes:
-        if (reason := _why_not(change)) is not None:
+        if (reason := _why_not(change, state)) is not None:
             raise SpecError(
                 f"{change.full_name} is what your file put there, and that cannot be sent to a "
                 f"worker: {type(reason).__name__}: {reason}. Put it there inside "
@@ -278,29 +279,31 @@ def _register_source_module() -> None:
         cloudpickle.register_pickle_by_value(module)
 
 
-def _culprit(recipe: Recipe, error: Exception) -> tuple[str, str, str]:
+def _culprit(recipe: Recipe, error: Exception, state: ModuleState) -> tuple[str, str, str]:
     """The first field that cannot be pickled, why, and the name of what cannot, if it has one."""
     for name in recipe.__dataclass_fields__:
         value = getattr(recipe, name)
-        if (reason := _why_not(value)) is not None:
-            return name, f"{type(reason).__name__}: {reason}", _name_within(value, set())
+        if (reason := _why_not(value, state)) is not None:
+            place = _name_within(value, state, set())
+            return name, f"{type(reason).__name__}: {reason}", place
     return "...", f"{type(error).__name__}: {error}", ""
 
 
-def _why_not(value: object) -> Exception | None:
+def _why_not(value: object, state: ModuleState) -> Exception | None:
+    """Why it cannot be pickled, beside what is in ``state``."""
     try:
-        _dumps(_Arriving(_Changed((), value)))
+        _Pickler(io.BytesIO(), state).dump(value)
     except Exception as reason:
         return reason
     return None
 
 
-def _name_within(value: object, met: set[int]) -> str:
+def _name_within(value: object, state: ModuleState, met: set[int]) -> str:
     """Which global or variable that code refers to cannot be pickled; the innermost."""
     met.add(id(value))
     for words, inner in _referred(value):
-        if id(inner) not in met and _why_not(inner) is not None:
-            return _name_within(inner, met) or words
+        if id(inner) not in met and _why_not(inner, state) is not None:
+            return _name_within(inner, state, met) or words
     return ""
 
 
