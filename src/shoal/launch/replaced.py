@@ -19,6 +19,7 @@ from typing import Any
 
 from shoal.launch.mainfile import main_files
 from shoal.pystate.ambient import INSTALLED, is_users
+from shoal.pystate.sendable import home_of
 from shoal.source import MAINS, Change, Named
 
 LEFT_OUT = frozenset((*sys.stdlib_module_names, "shoal", "__mp_main__", *MAINS))
@@ -30,7 +31,7 @@ def find_changes() -> tuple[Change, ...]:
     anywhere = of_file | _code_of_modules()
     found = [*_changes_in("builtins", builtins, anywhere)]
     for name, module in _modules():
-        code = anywhere if any(place in _file_of(module) for place in INSTALLED) else of_file
+        code = anywhere if _is_installed(module) else of_file
         found += _changes_in(name, module, code)
     return tuple([*found, *_assigned_by_name(found), *_filed_by_key(found)])
 
@@ -99,6 +100,10 @@ def _file_of(module: ModuleType) -> str:
     return str(vars(module).get("__file__") or "")
 
 
+def _is_installed(module: ModuleType) -> bool:
+    return any(place in _file_of(module) for place in INSTALLED)
+
+
 def _code_of_file() -> dict[int, Any]:
     """Functions and classes of the user's file, by ``id``.
 
@@ -134,13 +139,13 @@ def users_modules() -> dict[str, ModuleType]:
 
 def _is_of_package(module: str) -> bool:
     package = sys.modules.get(module.partition(".")[0])
-    return package is not None and any(place in _file_of(package) for place in INSTALLED)
+    return package is not None and _is_installed(package)
 
 
 def _home_of(value: Any) -> str:
-    """The name of the module whose code it is; a wrapper's own ``__module__`` is another one."""
+    """The name of the module whose code it is, of what a class has too."""
     if type(value) is FunctionType:
-        return str(value.__globals__.get("__name__"))
+        return home_of(value)
     if isinstance(value, staticmethod | classmethod):
         return _home_of(value.__func__) if type(value.__func__) is FunctionType else ""
     return str(vars(value).get("__module__"))
