@@ -66,16 +66,12 @@ def of_simple(value: Any) -> Fingerprint:
         data = value.encode(errors="surrogatepass") if isinstance(value, str) else value
         return Fingerprint(words, zlib.crc32(data))
     if isinstance(value, set):  # in another order in each process
-        return Fingerprint(words, sum(map(_crc_of_pickle, value)))
-    return Fingerprint(words, _crc_of_pickle(value))
-
-
-def _crc_of_pickle(value: Any) -> int:
+        return Fingerprint(words, sum(zlib.crc32(repr(one).encode()) for one in value))
     file = Checked()
     pickler = pickle.Pickler(file, protocol=4)
     pickler.fast = True  # nothing depends on which parts are one object
     pickler.dump(value)
-    return file.crc
+    return Fingerprint(words, file.crc)
 
 
 class Checked:

@@ -265,6 +265,8 @@ class _Comparing(StatePickler):
         if is_of_main(value):
             raise ValueError("nobody has that in a worker")
         if type(value) in (set, frozenset):  # in another order in each process
+            if len(value) > _MOST_COMPARED:
+                raise ValueError("which of them come first nobody can tell")
             return "set", sum(map(_crc_of, value))
         return super().persistent_id(value)
 
