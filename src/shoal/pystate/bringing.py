@@ -116,7 +116,8 @@ class Bringing:
     def _bring_large(self, came: Large, here: Any) -> Any:
         theirs = came.fingerprint
         if theirs.digest is None or here is ABSENT or _is_nothing(here):
-            self.lacking.append(f"{theirs.words} is too large")
+            other = ", or cannot be taken apart" if theirs.digest is None else ""
+            self.lacking.append(f"{theirs.words} is too large{other}")
             return here
         mine = fingerprint_of(here, theirs.most)
         if mine != theirs:

@@ -191,7 +191,7 @@ class Sizes:
         self._pickler = _Counting(self._counted, self._asked)
 
     def of(self, value: Any) -> int | None:
-        """None where it cannot go; more than there is room for where it is too large."""
+        """None where it cannot go at all; more than there is room for where it does not."""
         if type(value) in SIMPLE and not isinstance(value, (str, bytes)):
             return 0
         if type(value) is Own:
@@ -202,12 +202,9 @@ class Sizes:
         self._counted.size = self._pickler.num_objects = 0
         try:
             self._pickler.dump(value)
-        except _Full:
+        except Exception:  # it is full, or whatever its code raises
             self._begin()  # it has met what it has not come to the end of
             return ROOM + 1
-        except Exception:  # whatever its code raises
-            self._begin()
-            return None
         return self._counted.size
 
 

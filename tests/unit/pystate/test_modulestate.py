@@ -238,8 +238,16 @@ def test_what_a_function_keeps_and_is_too_large_is_told_of(module):
     exec(keeping, vars(module))
     module.use.__defaults__ = (parts(0), 3)
     (told,) = arrived(module, use=here)
-    assert told.endswith("what the function keeps is too large")
+    assert told.endswith("what the function keeps is too large, or cannot be taken apart")
     assert here() == (None, 1)
+
+
+def test_what_cannot_be_taken_apart_is_told_of(module):
+    module.chain = []
+    for _ in range(5000):
+        module.chain = [module.chain]
+    (told,) = arrived(module, chain=[])
+    assert told.endswith("a list of 1 items is too large, or cannot be taken apart")
 
 
 def test_of_an_object_with_a_large_part_all_else_arrives(module):
