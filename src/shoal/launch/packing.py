@@ -22,6 +22,7 @@ from shoal.core.errors import SpecError
 from shoal.core.units import format_bytes
 from shoal.launch.reached import imported_for_itself, named_objects, reached
 from shoal.launch.replaced import users_modules
+from shoal.launch.usercode import codes_of
 from shoal.pystate.arriving import arrive, read_state
 from shoal.pystate.modulestate import ModuleState, left_words
 from shoal.pystate.statepickler import Fingerprints
@@ -41,11 +42,14 @@ def pack_recipe(recipe: Recipe, changes: Collection[Change] = ()) -> bytes:
     user's own modules hold (``modulestate``); what of it the recipe refers to is theirs.
 
     Raises:
-        SpecError: something cannot travel; names the field and the object.
+        SpecError: something cannot travel; names the field and the object. Or a module's file has
+            changed since it was imported.
     """
     _register_source_module()
     try:
         packed = _dumps(_Arriving(_Changed(tuple(changes), recipe)))
+    except SpecError:
+        raise
     except Exception as error:
         state = _state_of(list(users_modules().values()))
         _refuse_change(changes, state)
@@ -99,7 +103,8 @@ class _Arriving:
                 break
         first = {*pickler.modules, *imported_for_itself(users)} - self.packed.modules
         imports = [name for name in users if name in first]
-        return arrive, (list(sys.argv), imports, state.packed, file.getvalue())
+        codes = codes_of(modules)
+        return arrive, (list(sys.argv), imports, state.packed, file.getvalue(), codes)
 
     def _packed(
         self, modules: list[ModuleType], **options: Any

@@ -5,7 +5,8 @@ First the modules are imported that the recipe refers to, and those that the mai
 what they do when they are; then all that are here get what they held there, in place: whoever has
 ``from config import cfg`` sees it. One that comes later gets it right after its import. So code at
 the top level of modules finds what it finds where a file first imports them and then changes
-``cfg``. Objects of such modules that the recipe itself refers to are those of this process.
+``cfg``. Objects of such modules that the recipe itself refers to are those of this process. What
+an import runs is what it ran there (``sentcode.py``).
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ import pickle
 import sys
 import types
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any
 
 from shoal.core.errors import SpecError, WorkerError
 from shoal.pystate.bringing import ABSENT, Bringing, Later, fits, is_lost
 from shoal.pystate.fingerprints import Fingerprint
 from shoal.pystate.modulestate import left_words
+from shoal.pystate.sentcode import ModuleCode, forget_others
 from shoal.pystate.standins import Large, Lost
 from shoal.pystate.statepickler import KEPT, LARGE, WHOLE
 from shoal.pystate.values import PLAIN
@@ -80,15 +83,21 @@ _LACKS = (
 class _Arrival(importlib.abc.MetaPathFinder):
     """What came, and who still waits for it: modules that are not imported yet."""
 
-    def __init__(self, packed: bytes) -> None:
-        self._values, self.met = read_state(packed)
+    def __init__(self, codes: Mapping[str, ModuleCode]) -> None:
+        self._codes, self._values = codes, dict[str, dict[str, Any]]()
+        self.met: list[Any] = []
         self._bringing = Bringing()
         self._again: list[tuple[types.ModuleType, str, Any]] = []
-        self._waiting = set(self._values)
+        self._waiting: set[str] = set()
         self._left: dict[str, None] = {}  # in words, of values that could not be brought
         self._is_told = False  # what of it there was
         self._differing: dict[str, str] = {}  # by full name
         self.bring, self.has = self._bringing.bring, self._bringing.has
+
+    def read(self, packed: bytes) -> None:
+        """Take what came; to read it imports what it refers to."""
+        self._values, self.met = read_state(packed)
+        self._waiting = set(self._values)
 
     def fill_those_here(self) -> None:
         for name in self._values:
@@ -173,22 +182,24 @@ class _Arrival(importlib.abc.MetaPathFinder):
             vars(module)[name] = brought
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
-        """As others find it, and filled when it has been imported."""
-        if fullname not in self._waiting:
+        """As others find it, with the code that came, and filled when it has been imported."""
+        code = self._codes.get(fullname)
+        if fullname not in self._waiting and code is None:
             return None
         others = (finder for finder in sys.meta_path if finder is not self)
         specs = (finder.find_spec(fullname, path, target) for finder in others)
         spec = next((spec for spec in specs if spec is not None), None)
+        spec = spec if code is None else code.spec(fullname, spec)
         if spec is not None and hasattr(spec.loader, "exec_module"):
-            spec.loader = _Loader(spec.loader, self)
+            spec.loader = _Loader(spec.loader, self, code)
         return spec
 
 
 class _Loader(importlib.abc.Loader):
     """Another one, which is told when a module has been imported."""
 
-    def __init__(self, loader: Any, arrival: _Arrival) -> None:
-        self._loader, self._arrival = loader, arrival
+    def __init__(self, loader: Any, arrival: _Arrival, code: ModuleCode | None) -> None:
+        self._loader, self._arrival, self._code = loader, arrival, code
 
     def create_module(self, spec: Any) -> types.ModuleType | None:
         made: types.ModuleType | None = self._loader.create_module(spec)
@@ -197,7 +208,8 @@ class _Loader(importlib.abc.Loader):
     def exec_module(self, module: types.ModuleType) -> None:
         assert module.__spec__ is not None
         module.__spec__.loader = module.__loader__ = self._loader
-        self._loader.exec_module(module)
+        run = self._code.run if self._code is not None else self._loader.exec_module
+        run(module)
         self._arrival.fill(module)
         self._arrival.refuse_differing()
 
@@ -221,24 +233,32 @@ class _RecipeReader(pickle.Unpickler):
         return self._arrival.bring(came)
 
 
-def arrive(arguments: Sequence[str], imports: Iterable[str], state: bytes, recipe: bytes) -> Any:
+def arrive(
+    arguments: Sequence[str],
+    imports: Iterable[str],
+    state: bytes,
+    recipe: bytes,
+    codes: Mapping[str, ModuleCode] = MappingProxyType({}),
+) -> Any:
     """What ``recipe`` is, in a process whose modules hold what came with it.
 
     ``arguments`` are the command line's, which a module of the user's may read; ``imports`` the
-    modules that come first.
+    modules that come first, and ``codes`` what modules' imports run.
 
     Raises:
         SpecError: what is too large to be sent is another one here.
     """
     sys.meta_path[:] = [one for one in sys.meta_path if not isinstance(one, _Arrival)]
     undo_changes()  # modules that are imported now are to find none
+    forget_others(codes)
     sys.argv[:] = arguments
+    arrival = _Arrival(codes)
+    sys.meta_path.insert(0, arrival)
     for name in imports:
         with suppress(Exception, SystemExit):  # who needs it imports it again, and raises
             importlib.import_module(name)
-    arrival = _Arrival(state)
+    arrival.read(state)
     arrival.fill_those_here()
-    sys.meta_path.insert(0, arrival)
     of_main, read = _RecipeReader(recipe, arrival).load()
     arrival.complete(of_main)
     arrival.refuse_differing()
