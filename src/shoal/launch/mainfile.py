@@ -1,15 +1,20 @@
-"""What the text of the main file says: whom it imports for nothing else, and where it assigns."""
+"""What the text of the main file says: whom it imports for nothing else, and where it assigns.
+
+Also that of a notebook, of ``python -c`` and of standard input, as far as it is there to be read.
+"""
 
 from __future__ import annotations
 
 import ast
+import dis
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, NamedTuple
 
+from shoal.launch.maintext import codes_under_way, is_all_known, texts_of
 from shoal.pystate.ambient import is_users
 from shoal.source import MAINS
 
@@ -41,23 +46,30 @@ class Imported(NamedTuple):
 
 
 class Said(NamedTuple):
-    """Of a file's top level."""
+    """What is of interest of it, in functions too but for ``imported`` and ``paths``."""
 
     unused: tuple[str, ...] = ()  # modules that are imported, and whose names nothing reads
     assigned: tuple[Assigned, ...] = ()
     filed: tuple[Filed, ...] = ()
+    modules: tuple[tuple[str, str], ...] = ()  # what ``import module as bound`` binds, to which
     imported: tuple[Imported, ...] = ()
     paths: tuple[tuple[str, ...], ...] = ()  # of attributes, in lines that run when the file does
 
 
 def main_files() -> Iterator[tuple[ModuleType, Said]]:
-    """The main files of this process that are the user's."""
-    for name in MAINS:
-        module = sys.modules.get(name)
-        file = str(vars(module).get("__file__") or "") if module is not None else ""
-        if module is not None and file.endswith(".py") and is_users(module):
-            package = str(vars(module).get("__package__") or "")
-            yield module, _read(file, changed(file), package)
+    """The main files of this process that are the user's; of a notebook, each of its cells."""
+    for module in main_modules():
+        package = str(vars(module).get("__package__") or "")
+        for text in texts_of(module):
+            yield module, _parse(text, package)
+        if not is_all_known(module):
+            yield module, Said(assigned=tuple(_assigned_by(codes_under_way(module))))
+
+
+def main_modules() -> list[ModuleType]:
+    """Those that such files are."""
+    modules = [sys.modules.get(name) for name in MAINS]
+    return [module for module in modules if module is not None and is_users(module)]
 
 
 def changed(file: str) -> int:
@@ -68,25 +80,33 @@ def changed(file: str) -> int:
         return 0
 
 
-@functools.lru_cache(maxsize=16)
-def _read(file: str, when: int, package: str) -> Said:
+@functools.lru_cache(maxsize=1024)
+def _parse(text: str, package: str) -> Said:
     try:
-        tree = ast.parse(Path(file).read_bytes())
-    except (OSError, SyntaxError, ValueError):
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):
         return Said()
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    unused = [name for node in tree.body for name in _unused(node, used, package)]
-    nodes = list(_statements(tree))
-    assigned = dict.fromkeys(one for node in nodes for one in _assigned(node))
+    everywhere, nodes = list(ast.walk(tree)), list(_statements(tree))
+    unused = [name for node in everywhere for name in _unused(node, used, package)]
+    assigned = dict.fromkeys(one for node in (*nodes, *everywhere) for one in _assigned(node))
     filed = dict.fromkeys(one for node in nodes for one in _filed(node))
+    modules = dict.fromkeys(
+        _bound(name) for node in everywhere if isinstance(node, ast.Import) for name in node.names
+    )
     imported = dict.fromkeys(one for node in nodes for one in _imported(node, package))
     paths = dict.fromkeys(_path(node) for node in nodes if isinstance(node, ast.Attribute))
     return Said(
-        tuple(unused), tuple(assigned), tuple(filed), tuple(imported), tuple(filter(None, paths))
+        tuple(unused),
+        tuple(assigned),
+        tuple(filed),
+        tuple(modules),
+        tuple(imported),
+        tuple(filter(None, paths)),
     )
 
 
-def _unused(node: ast.stmt, used: set[str], package: str) -> list[str]:
+def _unused(node: ast.AST, used: set[str], package: str) -> list[str]:
     if isinstance(node, ast.Import):
         bound = [(one.name, one.asname or one.name.partition(".")[0]) for one in node.names]
         return [module for module, name in bound if name not in used]
@@ -116,6 +136,14 @@ def _statements(tree: ast.AST) -> Iterator[ast.AST]:
             yield from _statements(node)
 
 
+def _bound(name: ast.alias) -> tuple[str, str]:
+    """What ``import`` of it binds, and to which module."""
+    if name.asname:
+        return name.asname, name.name
+    first = name.name.partition(".")[0]
+    return first, first
+
+
 def _imported(node: ast.AST, package: str) -> Iterator[Imported]:
     if isinstance(node, ast.ImportFrom):
         for one in node.names:
@@ -143,6 +171,19 @@ def _filed(node: ast.AST) -> Iterator[Filed]:
         yield Filed(path, node.slice.value)
     elif path and names:
         yield Filed(path, None, names)
+
+
+def _assigned_by(codes: Iterable[CodeType]) -> Iterator[Assigned]:
+    """The same of code whose text is not there."""
+    for code in codes:
+        path: list[str] = []
+        for one in dis.get_instructions(code):
+            if one.opname == "STORE_ATTR" and path:
+                yield Assigned(tuple(path), one.argval)
+            if one.opname in ("LOAD_NAME", "LOAD_GLOBAL"):
+                path = [one.argval]
+            else:
+                path = [*path, one.argval] if one.opname == "LOAD_ATTR" and path else []
 
 
 def _path(node: ast.expr) -> tuple[str, ...]:

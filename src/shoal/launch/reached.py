@@ -10,7 +10,8 @@ from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-from shoal.launch.mainfile import changed, main_files
+from shoal.launch.mainfile import changed, main_files, main_modules
+from shoal.launch.maintext import is_all_known
 from shoal.launch.replaced import LEFT_OUT
 from shoal.pystate.ambient import is_users
 from shoal.source import MAINS
@@ -48,6 +49,8 @@ def reached(seeds: Iterable[str], users: Users) -> list[ModuleType]:
 
 def imported_for_itself(users: Users) -> list[str]:
     """Those that the main file imports, and has no use for: they register what they have."""
+    if not all(map(is_all_known, main_modules())):  # it may have imported any for that
+        return list(users)
     unused = dict.fromkeys(name for _, said in main_files() for name in said.unused)
     return [name for name in unused if name in users]
 

@@ -40,8 +40,10 @@ def _assigned_by_name(known: Iterable[Change]) -> Iterator[Change]:
     """What a line of the main file assigns in an installed package: ``F.relu = torch.tanh``."""
     names = {change.full_name for change in known}
     for main, said in main_files():
+        within = dict(said.modules)  # names of functions' own
         for path, name in said.assigned:
-            home = _found(vars(main), path)
+            here = {path[0]: sys.modules.get(within.get(path[0], "")), **vars(main)}
+            home = _found(here, path)
             if (change := _change_of(home, name)) is not None and change.full_name not in names:
                 yield change
 

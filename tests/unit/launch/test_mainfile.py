@@ -43,6 +43,7 @@ def test_imports_whose_names_nothing_reads_and_lines_that_assign_in_modules(main
     assert said.unused[:3] == ("registered", "pkg.nets", "registering")
     assert [(".".join(one.path), one.name) for one in said.assigned] == [
         *(("F", "silu"), ("colors", "hue"), ("unknown", "name"), ("F", "celu"), ("json", "one")),
+        ("F", "never"),
     ]
     users = {name: types.ModuleType(name) for name in ("registering", "pkg.nets", "other")}
     assert imported_for_itself(users) == ["pkg.nets", "registering"]
@@ -89,6 +90,55 @@ def test_what_a_line_files_in_a_packages_dictionary_is_a_change_there(main, monk
     assert table[complex] is torch.stack
     undo()
     assert complex not in table
+
+
+def assigned(module):
+    return [(".".join(one.path), one.name) for _, said in main_files() for one in said.assigned]
+
+
+GELU = "import torch.nn.functional as F\nF.gelu = 1\ndef model(hp): pass"
+
+
+def test_the_text_of_a_main_program_that_is_no_file(main, monkeypatch):
+    del main.__file__
+    monkeypatch.setattr(sys, "argv", ["-c"])
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-c", GELU])
+    assert assigned(main) == [("F", "gelu")]
+    users = {"other": types.ModuleType("other")}
+    assert imported_for_itself(users) == []
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-c", "exec(text)"])
+    assert imported_for_itself(users) == ["other"]  # nobody knows what that has imported
+
+
+def test_the_text_of_what_runs_without_one(main, monkeypatch):
+    del main.__file__
+    monkeypatch.setattr(sys, "argv", ["-"])
+    look = "\nfound = look(None)"
+    main.look = assigned
+    exec(compile(GELU + look, "<stdin>", "exec"), vars(main))
+    assert main.found == [("F", "gelu")]
+
+
+def test_the_cells_of_a_notebook(main, monkeypatch):
+    del main.__file__
+    cells = [
+        "",
+        "import torch.nn.functional as F",
+        "F.gelu = 1",
+        "%magic that is none",
+        "F.silu = 2",
+    ]
+    history = types.SimpleNamespace(input_hist_parsed=cells)
+    shell = types.SimpleNamespace(user_module=main, history_manager=history)
+    ipython = types.SimpleNamespace(get_ipython=lambda: shell)
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    assert assigned(main) == [("F", "gelu"), ("F", "silu")]
+
+
+def test_what_a_function_imports_by_a_name_of_its_own(main, tmp_path):
+    text = "def main():\n    import torch.nn.functional as own\n    own.gelu = 1"
+    (tmp_path / "main.py").write_text(text)
+    assert [change.full_name for change in find_changes()] == ["torch.nn.functional.gelu"]
 
 
 def test_a_file_that_cannot_be_read_says_nothing(main, tmp_path):
