@@ -307,8 +307,12 @@ def _name_within(value: object, state: ModuleState, met: set[int]) -> str:
     """Which global or variable that code refers to cannot be pickled; the innermost."""
     met.add(id(value))
     for words, inner in _referred(value):
-        if id(inner) not in met and _why_not(inner, state) is not None:
-            return _name_within(inner, state, met) or words
+        if id(inner) in met or _why_not(inner, state) is None:
+            continue
+        if found := _name_within(inner, state, met):
+            return found
+        if met.isdisjoint(id(one) for _, one in _referred(inner)):  # a method leads to its class
+            return words
     return ""
 
 

@@ -51,6 +51,21 @@ def test_what_cannot_travel_is_named() -> None:
         pack_recipe(shoal.Recipe(model=len, data=len, loss=functools.partial(max, lock)))
 
 
+def test_what_cannot_travel_is_named_within_a_class_whose_methods_lead_to_it() -> None:
+    lock = threading.Lock()
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with lock:
+                return x
+
+    with pytest.raises(shoal.SpecError, match=r"'lock', which .*forward closes over, is an obj"):
+        pack_recipe(shoal.Recipe(model=lambda hp: Net(), data=len, loss=max))
+
+
 def test_what_a_file_put_elsewhere_and_cannot_travel_is_named(monkeypatch) -> None:
     mine = eval("lambda x: lock", {"__name__": "__main__", "lock": threading.local()})
     monkeypatch.setattr(torch.nn.functional, "gelu", mine)
