@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shoal.pystate.ofthread import OfThread, parts_of_thread
 from shoal.pystate.parts import attributes_of, function_parts, has_attributes, hooks
 from shoal.pystate.sendable import FIXED, FLAT, NUMBERLESS, is_flat
 from shoal.pystate.standins import (
@@ -138,7 +139,7 @@ class Bringing:
                 self.lacking.append(f"{name!r} of the {came.kind} is another tensor there")
         return here
 
-    def _bring_code(self, came: Code, here: Any) -> Any:
+    def _bring_code(self, came: Code | OfThread, here: Any) -> Any:
         if came.is_that_of(here):
             self._bring_into(here, came)
         return here
@@ -180,9 +181,8 @@ class Bringing:
     def _fill(self, made: Any, came: Any) -> None:
         outer, self.is_partial = self.is_partial, False
         is_here = made is not came
-        if isinstance(came, Code):
-            parts = function_parts(made, every_default=True)
-            self._fill_attributes(parts, came.parts, is_here)
+        if isinstance(came, Code | OfThread):
+            self._fill_attributes(_kept_in(came, made), came.parts, is_here)
         elif type(came) is dict and is_flat(came):
             refill_raw(made, came)
         elif isinstance(came, dict):
@@ -197,7 +197,7 @@ class Bringing:
                 filler(made, items)
         if is_here and isinstance(came, nn.Module):
             self._rename_hooks(attributes_of(made), attributes_of(came))
-        if has_attributes(type(came)) and not isinstance(came, Code):
+        if has_attributes(type(came)) and not isinstance(came, Code | OfThread):
             self._fill_attributes(attributes_of(made), attributes_of(came), is_here)
         if self.is_partial:
             self._again.append((made, came))
@@ -239,6 +239,7 @@ _SPECIAL: dict[type, Callable[[Bringing, Any, Any], Any]] = {
     Weights: Bringing._bring_weights,
     Large: Bringing._bring_large,
     Code: Bringing._bring_code,
+    OfThread: Bringing._bring_code,
     Made: Bringing._bring_made,
 }
 
@@ -246,6 +247,13 @@ _SPECIAL: dict[type, Callable[[Bringing, Any, Any], Any]] = {
 def _is_nothing(here: Any) -> bool:
     """Whether it may be filled by and by, as the study's process has filled its own."""
     return here is None or (isinstance(here, FIXED + _MUTABLE) and not here)
+
+
+def _kept_in(came: Code | OfThread, here: Any) -> MutableMapping[str, Any]:
+    """What a function of this process keeps, or an object that has other values in each thread."""
+    if isinstance(came, OfThread):
+        return parts_of_thread(here)
+    return function_parts(here, every_default=True)
 
 
 def is_lost(came: Any) -> bool:
@@ -267,7 +275,7 @@ def fits(came: Any, here: Any) -> bool:
 
 def _fits(came: Any, here: Any, may_lack: bool, met: set[int]) -> bool:
     is_missing = came is ABSENT or is_lost(came) or isinstance(came, Large | Weights)
-    if isinstance(came, Code) and not came.is_that_of(here):
+    if isinstance(came, Code | OfThread) and not came.is_that_of(here):
         is_missing = True
     if isinstance(came, Stream) and came.kind is None and not isinstance(here, STREAMS):
         is_missing = True
@@ -287,8 +295,8 @@ def _parts_of(came: Any, here: Any) -> Iterator[tuple[Any, Any, bool]]:
     if isinstance(came, Made):
         known = came.parts_of(here)
         yield from ((one, known.get(name, ABSENT), False) for name, one in came.parts.items())
-    elif isinstance(came, Code):
-        kept = function_parts(here, every_default=True)
+    elif isinstance(came, Code | OfThread):
+        kept = _kept_in(came, here)
         yield from ((one, kept.get(name, ABSENT), True) for name, one in came.parts.items())
     elif isinstance(came, dict):
         yield from ((key, ABSENT, False) for key in dict.keys(came))

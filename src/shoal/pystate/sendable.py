@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shoal.pystate.ofthread import OF_THREAD
 from shoal.pystate.parts import SPACES, has_attributes
 from shoal.pystate.values import STREAMS
 from shoal.source import MAINS
@@ -89,8 +90,8 @@ def may_go(value: Any) -> bool:
         return value.__name__ not in MAINS and sys.modules.get(value.__name__) is value
     if _is_immutable(kind) or isinstance(value, STREAMS):
         return True
-    if isinstance(value, CODE):
-        return is_importable(value)
+    if isinstance(value, (*CODE, *OF_THREAD)):
+        return is_importable(value if isinstance(value, CODE) else kind)
     if isinstance(value, Tensor):
         return kind in NUMBERS and value.grad_fn is None
     if isinstance(value, np.ndarray):

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from shoal.pystate.fingerprints import Fingerprint
+from shoal.pystate.ofthread import OF_THREAD, OfThread, parts_of_thread
 from shoal.pystate.parts import attributes_of, function_parts, has_attributes
 from shoal.pystate.sendable import (
     FIXED,
@@ -82,6 +83,8 @@ def reduced(value: Any) -> Any:
     if isinstance(value, STREAMS):
         is_here = isinstance(value, torch.Generator) and value.device.type != "cpu"
         return Stream, (None if is_here or not is_library(kind) else kind, state_of(value))
+    if isinstance(value, OF_THREAD):
+        return OfThread, (kind,), {"parts": dict(parts_of_thread(value))}
     if has_tensors_alone(value):
         return Weights, (kind.__name__,), {"parts": weights_of(value)}
     if kind in _MADE_OF:

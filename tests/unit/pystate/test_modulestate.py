@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextvars
 import copy
 import datetime
 import decimal
@@ -150,6 +151,23 @@ def test_a_random_generator_goes_on_from_where_it_was(module, make):
     assert module.stream is here
     draw = "random" if hasattr(here, "random") else "rand"
     assert getattr(here, draw)() == getattr(expected, draw)()
+
+
+def test_what_the_thread_has_in_context_variables_and_locals_arrives(module):
+    set_here, unset = contextvars.ContextVar("set", default=1), contextvars.ContextVar("unset")
+    module.local, module.set_here, module.unset = threading.local(), set_here, unset
+    module.local.scale, module.local.items = 3, [1]
+    set_here.set(3)
+    state = ModuleState([module])
+    module.local.scale, module.local.more = 4, 5
+    set_here.set(4)
+    there, items = module.local, module.local.items
+    items.append(2)
+    arrive(sys.argv, [], state.packed, cloudpickle.dumps((state.of_main, None)))
+    assert module.local is there
+    assert vars(there) == {"scale": 3, "items": [1]}
+    assert there.items is items
+    assert (module.set_here, set_here.get(), unset.get("none")) == (set_here, 3, "none")
 
 
 def test_a_part_that_cannot_go_stays_as_it_is_and_the_rest_arrives(module):
