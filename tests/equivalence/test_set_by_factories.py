@@ -100,6 +100,8 @@ HOLDERS = {
     "by name": ("Kind()", 'getattr(cfg, "".join(("sca", "le")))', SET),
     "variable": ("1.0", "cfg", 'nonlocal cfg; cfg = hp["scale"]'),
     "module": ("None", "held_elsewhere.SCALE", 'held_elsewhere.SCALE = hp["scale"]'),
+    "local": ("None", "held_elsewhere.OWN.scale", 'held_elsewhere.OWN.scale = hp["scale"]'),
+    "context": ("None", "held_elsewhere.SCALES.get()", 'held_elsewhere.SCALES.set(hp["scale"])'),
     "function": ("None", "held_elsewhere.gain()", 'held_elsewhere.put(hp["scale"])'),
 }
 SPACE = "SimpleNamespace(scale=1.0)"
@@ -126,7 +128,10 @@ VALUES = {
     ),
 }
 ELSEWHERE = """
-SCALE = 1.0
+import contextvars
+import threading
+
+SCALE, OWN, SCALES = 1.0, threading.local(), contextvars.ContextVar("scales")
 
 def gain():
     return SCALE

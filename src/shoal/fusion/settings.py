@@ -10,6 +10,7 @@ function, and what a library's object has, which is read by code of others.
 from __future__ import annotations
 
 import collections
+import contextvars
 import decimal
 import enum
 import fractions
@@ -17,6 +18,7 @@ import functools
 import hashlib
 import itertools
 import pathlib
+import threading
 import types
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -29,6 +31,7 @@ from torch import Tensor, nn
 from shoal.fusion.globals import LONG, MAKING, followed, kept_globals
 from shoal.fusion.signature import DEEPEST, described
 from shoal.pystate import ambient
+from shoal.pystate.ofthread import parts_of_thread
 from shoal.pystate.parts import SPACES, attributes_of, function_parts, has_attributes, hidden_of
 from shoal.recipe import Recipe
 from shoal.spelled import is_library, names_in
@@ -101,6 +104,8 @@ class _Telling:
             self._tell(place, value, counts, depth)
 
     def _tell(self, place: str, value: Any, counts: bool, depth: int) -> None:
+        if isinstance(value, contextvars.ContextVar):
+            value = value.get(None)  # what code calls by the variable's name
         self._left -= 1
         if id(value) in self._above or self._left < 0:
             return
@@ -112,7 +117,7 @@ class _Telling:
             return
         if depth > DEEPEST:
             return
-        parts = dict(_visible(attributes_of(value)) if form == "object" else _inside(value, form))
+        parts = dict(_visible(_attributes(value)) if form == "object" else _inside(value, form))
         asked = [name for name in parts if self._is_asked(name)] if form == "object" else []
         if asked or counts:
             self.found[place] = f"{_called(value)} {sorted(asked)}"
@@ -137,8 +142,9 @@ def _form(kind: Any) -> str:
         return "code"
     if issubclass(kind, _HOLDERS) or kind.__module__.partition(".")[0] == "torch":
         return "held"
-    is_users = issubclass(kind, SPACES) or not is_library(kind)
-    return "object" if is_users and has_attributes(kind) else "unknown"
+    is_users = issubclass(kind, (*SPACES, threading.local)) or not is_library(kind)
+    has = has_attributes(kind) or issubclass(kind, threading.local)
+    return "object" if is_users and has else "unknown"
 
 
 def _is_flat(held: Any) -> bool:
@@ -198,6 +204,12 @@ def _digest(module: nn.Module) -> str:
             if name not in hidden and (words := _in_words(value)) is not None:
                 told.update(f"{path}.{name}={words};".encode())
     return told.hexdigest()[:16]
+
+
+def _attributes(value: Any) -> Mapping[str, Any]:
+    """Those of an object; of what is a thread's own, this one's."""
+    is_threads = isinstance(value, threading.local)
+    return parts_of_thread(value) if is_threads else attributes_of(value)
 
 
 def _inside(value: Any, form: str) -> Iterator[tuple[str, Any]]:

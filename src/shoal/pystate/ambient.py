@@ -26,6 +26,7 @@ from shoal.bound import code_of
 from shoal.core.closures import closed_over
 from shoal.core.errors import TrialError
 from shoal.pystate.iterators import is_iterator
+from shoal.pystate.ofthread import OF_THREAD
 from shoal.pystate.packing import Giving, Unkept, pack
 from shoal.pystate.parts import SPACES, changing_defaults, has_attributes
 from shoal.pystate.values import NOTHING, PLAIN, STREAMS, Look, Note, look_at, put_one
@@ -535,7 +536,7 @@ _kinds: dict[type, bool] = {}  # whether values of a type may change
 
 
 def _kind_may_change(value: Any) -> bool:
-    if isinstance(value, DATA) or is_iterator(value):
+    if isinstance(value, (*DATA, *OF_THREAD)) or is_iterator(value):
         return True
     is_code = isinstance(value, type | types.ModuleType | nn.Module | property | staticmethod)
     kind = type(value)

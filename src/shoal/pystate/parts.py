@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoal.pystate.ofthread import OF_THREAD, parts_of_thread
 from shoal.spelled import is_library
 
 SPACES = (
@@ -42,6 +43,8 @@ def parts_of(value: Any) -> Parts | None:
         return _Module(value)
     if isinstance(value, torch.optim.Optimizer):
         return _Optimizer(value)
+    if isinstance(value, OF_THREAD):
+        return parts_of_thread(value)
     if isinstance(value, type | types.ModuleType):
         return None
     kind = type(value)
