@@ -24,6 +24,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -237,7 +238,7 @@ def import_recorded(place: str, study_dir: str | os.PathLike[str], study: str) -
     """
     _check_recorded(place, study_dir)
     with reading_for(study):
-        return _import_file(place) if _is_file(place) else _import_module(place)
+        return _import_file(place, is_known=True) if _is_file(place) else _import_module(place)
 
 
 def _check_recorded(place: str, study_dir: str | os.PathLike[str]) -> None:
@@ -263,7 +264,8 @@ def _lasting(place: str) -> str:
     return str(Path(place).resolve()) if _is_file(place) else place
 
 
-def _import_file(place: str) -> ModuleType:
+def _import_file(place: str, *, is_known: bool = False) -> ModuleType:
+    """``is_known``: that it is Python, whatever its name, as a console script is."""
     path = Path(place).resolve()
     if not place or not path.is_file():
         raise SpecError(f"cannot load a study from {place!r}: {_no_file(place, path)}")
@@ -272,15 +274,21 @@ def _import_file(place: str) -> ModuleType:
             f"cannot load a study from {place!r}: it is a notebook. Call study.run() in it, or "
             f"make a file of it: jupyter nbconvert --to script {place}."
         )
-    spec = importlib.util.spec_from_file_location(MODULE_NAME, path)
+    loader = SourceFileLoader(MODULE_NAME, str(path)) if is_known else None
+    spec = importlib.util.spec_from_file_location(MODULE_NAME, path, loader=loader)
     if spec is None or spec.loader is None:
         raise SpecError(
             f"cannot load a study from {place!r}: its name does not end in .py. "
             "Give the path of a Python file that defines a shoal.Study."
         )
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))
     module = importlib.util.module_from_spec(spec)
+    homes = [path.parent]
+    if package := _package_of(path):  # as python -m has it
+        module.__package__, module.__spec__ = package, None
+        homes.append(path.parents[package.count(".") + 1])
+    for home in homes:
+        if str(home) not in sys.path:
+            sys.path.insert(0, str(home))
     sys.modules[MODULE_NAME] = module  # dataclasses and pickling look their module up
     try:
         spec.loader.exec_module(module)
@@ -294,6 +302,19 @@ def _import_file(place: str) -> ModuleType:
             f"{own_traceback(error).rstrip()}"
         ) from error
     return module
+
+
+def _package_of(path: Path) -> str:
+    """The package of a file that imports relatively; nothing of another one."""
+    try:
+        nodes = list(ast.walk(ast.parse(path.read_bytes())))
+    except (OSError, SyntaxError, ValueError):
+        return ""
+    levels = max((node.level for node in nodes if isinstance(node, ast.ImportFrom)), default=0)
+    folders = list(path.parents)
+    while levels and (folders[levels] / "__init__.py").exists():
+        levels += 1
+    return ".".join(folder.name for folder in reversed(folders[:levels]))
 
 
 def _no_file(place: str, path: Path) -> str:

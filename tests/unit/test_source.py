@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shoal.core.errors import PlanError, SpecError
-from shoal.source import MODULE_NAME, is_study, load_recorded, load_study
+from shoal.source import MODULE_NAME, import_recorded, is_study, load_recorded, load_study
 
 HEADER = """
 import types
@@ -61,6 +61,27 @@ def test_a_file_imports_its_neighbours(tmp_path: Path) -> None:
     load_study(path)
 
     assert str(tmp_path) == sys.path[0]
+
+
+@pytest.mark.parametrize("init", [True, False])
+def test_a_file_of_a_package_imports_relatively(tmp_path: Path, init: bool) -> None:
+    folder = tmp_path / "packed_up" / "inner"
+    folder.mkdir(parents=True)
+    for place in (folder, folder.parent) if init else ():
+        (place / "__init__.py").write_text("")
+    (folder / "near.py").write_text("NAME = 'near'\n")
+    (folder.parent / "far.py").write_text("EPOCHS = 3\n")
+    body = "from . import near\nfrom ..far import EPOCHS\nstudy = Study()\n"
+    load_study(_write(folder, body))
+    assert sys.modules["packed_up.inner.near"].NAME == "near"
+    for name in [name for name in sys.modules if name.startswith("packed_up")]:
+        del sys.modules[name]
+
+
+def test_a_recorded_script_needs_no_suffix(tmp_path: Path) -> None:
+    (tmp_path / "mytrain").write_text("answer = 42\n")
+    module = import_recorded(str(tmp_path / "mytrain"), tmp_path / "runs", "s")
+    assert module.answer == 42
 
 
 def test_code_under_the_main_guard_does_not_run(tmp_path: Path) -> None:
