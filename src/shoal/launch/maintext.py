@@ -19,7 +19,7 @@ _NO_FILES = frozenset(("<string>", "<stdin>"))
 
 def texts_of(main: ModuleType) -> list[str]:
     """Its file's, or a notebook's cells, ``-c``, standard input; and those of files it has run."""
-    own = str(vars(main).get("__file__") or "")
+    own = _file_of(main)
     texts = [_of_file(own, main)] if own else [*_cells(main), _given()]
     texts += [_read(file) for file in _files_of_functions(main) if file != own]
     return [text for text in dict.fromkeys(texts) if text]
@@ -33,7 +33,7 @@ def is_all_known(main: ModuleType) -> bool:
     texts, files = texts_of(main), _files_of_functions(main)
     if not texts:
         return not files
-    if _cells(main) or vars(main).get("__file__"):
+    if _cells(main) or _file_of(main):
         return files.isdisjoint(_NO_FILES)
     return not any("exec" in text for text in texts)
 
@@ -45,6 +45,11 @@ def codes_under_way(main: ModuleType) -> Iterator[CodeType]:
         if frame.f_globals is vars(main):
             yield frame.f_code
         frame = frame.f_back
+
+
+def _file_of(main: ModuleType) -> str:
+    file = str(vars(main).get("__file__") or "")
+    return "" if file == "<stdin>" else file
 
 
 def _of_file(file: str, main: ModuleType) -> str:

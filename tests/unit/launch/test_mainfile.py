@@ -111,7 +111,7 @@ def test_the_text_of_a_main_program_that_is_no_file(main, monkeypatch):
 
 
 def test_the_text_of_what_runs_without_one(main, monkeypatch):
-    del main.__file__
+    main.__file__ = "<stdin>"
     monkeypatch.setattr(sys, "argv", ["-"])
     look = "\nfound = look(None)"
     main.look = assigned
