@@ -23,9 +23,9 @@ from shoal.partition.callsheet import CallSheet, leaf_wires
 from shoal.partition.evaluated import may_stand_for
 from shoal.partition.glue import Skeleton, run_epilogue, run_head
 from shoal.partition.owners import AwayGuard, Owners
-from shoal.partition.preserve import Unwritten, WeightPlace, weight_places, weights_stay
 from shoal.partition.record import Record
 from shoal.partition.template import Constant, Shape, Template, flatten
+from shoal.partition.unwritten import Unwritten, WeightPlace, weight_places, weights_stay
 from shoal.partition.wires import Touch, Wire, Wires
 from shoal.recipe import Batch, Output, Recipe, loss_and_output
 
@@ -255,6 +255,15 @@ class Chain:
     def with_around(self, around: Callable[[int], AbstractContextManager[object]]) -> Chain:
         """This chain with ``around`` entered for each layer while it runs."""
         return replace(self, around=around)
+
+    def backward_watched(self, start: int, stop: int) -> AbstractContextManager[None]:
+        """Hooks that a backward through layers [start, stop) calls write to no weights either.
+
+        Raises:
+            TrialError: one did.
+        """
+        places = {p[2]: p for each in self.places[start:stop] for p in each}
+        return weights_stay(places.values(), self.record.written, "a hook in the backward")
 
     def close(self) -> None:
         """Put back what was switched off on the model."""

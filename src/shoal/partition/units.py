@@ -194,7 +194,7 @@ def run_held_backward(
     if on_begin is not None:
         on_begin()
     using = held.saved.using(wires or {}) if held.saved else contextlib.nullcontext()
-    with held.parts, using:
+    with held.parts, using, chain.backward_watched(start, stop):
         _backward(roots)
     return BackwardResult(grads=handed_on(held.entries), tied=held.parts.carried)
 
@@ -213,7 +213,8 @@ def run_held_inputs(
     if not grads and not tied:
         return BackwardResult(), Half()
     roots = _arrive(chain, micro, (start, stop), held, grads, tied)
-    return _halve(roots, held.entries, held.parts)
+    with chain.backward_watched(start, stop):
+        return _halve(roots, held.entries, held.parts)
 
 
 def run_last_inputs(
@@ -224,7 +225,8 @@ def run_last_inputs(
     parts.arrive({})
     scaled = loss / accumulate
     roots = [(get_gradient_edge(scaled), torch.ones_like(scaled))]
-    result, half = _halve(roots, entries, parts)
+    with chain.backward_watched(start, chain.num_layers):
+        result, half = _halve(roots, entries, parts)
     return replace(result, loss=loss.detach()), half
 
 
@@ -313,7 +315,7 @@ def _run_last(
     if after_forward is not None:
         after_forward(set())
     parts.arrive({})
-    with parts:
+    with parts, chain.backward_watched(start, chain.num_layers):
         (loss / accumulate).backward()
     return BackwardResult(loss=loss.detach(), grads=handed_on(entries), tied=parts.carried)
 

@@ -317,7 +317,8 @@ class StageCompute:
         self._weights.bind(action.version)
         half = self._halves.pop(number, None)
         if half is not None:
-            half.run()
+            with self._chain.backward_watched(self._share.start, self._share.stop):
+                half.run()
         self._end_of_group(action)
 
     def _where(self, flight: Flight) -> tuple[Chain, Micro, int, int]:

@@ -9,7 +9,7 @@ from torch import nn
 from shoal.core.errors import TrialError
 from shoal.partition.build import build_chain
 from shoal.partition.drive import every_layer, sharded_backward, sharded_evaluation
-from shoal.partition.preserve import Unwritten
+from shoal.partition.unwritten import Unwritten
 from shoal.recipe import Recipe
 
 
@@ -102,6 +102,14 @@ def in_place(linear):
         linear.weight.clamp_(-0.1, 0.1)
 
 
+def into_data(linear):
+    linear.weight.data.clamp_(-0.1, 0.1)
+
+
+def into_a_view_of_data(linear):
+    linear.weight.view(-1).data[::2].zero_()
+
+
 def by_another(linear):
     linear.weight = nn.Parameter(linear.weight.detach().clamp(-0.1, 0.1))
 
@@ -112,7 +120,7 @@ def chain_of(*blocks):
     return build_chain(model, recipe, (torch.randn(3, 4),), torch.device("cpu"))
 
 
-@pytest.mark.parametrize("clamp", [by_data, in_place, by_another])
+@pytest.mark.parametrize("clamp", [by_data, in_place, into_data, into_a_view_of_data, by_another])
 @pytest.mark.parametrize("run", [sharded_backward, sharded_evaluation])
 def test_a_block_that_comes_to_write_to_its_weights_is_named(run, clamp):
     chain, batch = chain_of(Clamping(), Clamping()), (torch.randn(3, 4),)
@@ -120,6 +128,46 @@ def test_a_block_that_comes_to_write_to_its_weights_is_named(run, clamp):
     chain.model[2].clamp = clamp
     with pytest.raises(TrialError, match=r"wrote to the weight '2\.linear\.weight'.* optimizer's"):
         run(chain, batch, every_layer(chain))
+
+
+@pytest.mark.parametrize("clamp", [by_data, in_place, into_data])
+@pytest.mark.parametrize("block", [1, 3])
+def test_so_is_one_whose_hook_in_the_backward_does(block, clamp):
+    chain, batch = chain_of(nn.Linear(4, 4), nn.Linear(4, 4)), (torch.randn(3, 4),)
+    linear = chain.model[block]
+    linear.weight.register_hook(lambda grad: clamp(linear))
+    with pytest.raises(
+        TrialError, match=rf"in the backward wrote to the weight '{block}\.weight'"
+    ):
+        sharded_backward(chain, batch, every_layer(chain))
+
+
+def test_data_is_read_and_given_to_others_as_ever():
+    def reads(linear):
+        other = linear.weight.data.clone().clamp_(-0.1, 0.1)
+        other.data.mul_(2)
+
+    chain, batch = chain_of(Clamping(), Clamping()), (torch.randn(3, 4),)
+    chain.model[2].clamp = reads
+    sharded_backward(chain, batch, every_layer(chain))
+    assert torch.Tensor.data.__get__(torch.ones(1)) == 1  # to who asks the class it is torch's
+
+
+def test_buffers_in_the_memory_of_weights_may_be_written_to():
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("seen", torch.zeros(4))
+            memory = torch.randn(20)
+            self.linear.weight.data, self.seen.data = memory[:16].view(4, 4), memory[16:]
+
+        def forward(self, x):
+            self.seen.data += x.detach().mean(0)
+            return self.linear(x)
+
+    chain, batch = chain_of(Counting(), Counting()), (torch.randn(3, 4),)
+    sharded_backward(chain, batch, every_layer(chain))
 
 
 def test_one_whose_weights_have_the_same_values_elsewhere_goes_on():

@@ -1,0 +1,102 @@
+"""Buffers and weights to which no forward wrote so far: who runs one again hears of it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.core.errors import TrialError
+from shoal.partition.dataread import DataReads
+from shoal.partition.preserve import has_other, place_of, same_values
+
+
+class Unwritten:
+    """The buffers of blocks of which nobody has copies, since no forward wrote to them so far.
+
+    A forward that runs again in the backward would write twice. Blocks that pass some of their
+    code over at first, as by a random number, may begin to write later.
+    """
+
+    def __init__(self, blocks: Mapping[str, nn.Module], but: Iterable[Tensor]) -> None:
+        known = {id(buffer) for buffer in but}  # which blocks may share, each by its own name
+        self._places = [
+            (owner._buffers, key, f"{path}.{key}")
+            for block, module in blocks.items()
+            for path, owner in module.named_modules(prefix=block)
+            for key, buffer in owner._buffers.items()
+            if id(buffer) not in known
+        ]
+
+    @contextmanager
+    def required(self) -> Iterator[None]:
+        """A forward that will run again. One that makes a buffer of another size may: a cache.
+
+        Raises:
+            TrialError: it wrote to one of them.
+        """
+        before = [(b, b._version if b is not None else 0) for b in map(_held_in, self._places)]
+        yield
+        for place, (was, version) in zip(self._places, before, strict=True):
+            now = _held_in(place)
+            if was is None or now is None or (now is was and was._version == version):
+                continue
+            if now is was or (now.shape == was.shape and not same_values(now, was)):
+                raise TrialError(
+                    f"the forward wrote to the buffer {place[2]!r}, which it did not in the first "
+                    "forward, and the model is cut: a forward that runs again in the backward "
+                    "writes once more, and of this buffer there is no copy to begin from. Have "
+                    "each training forward write to it, also what it holds, or train this model "
+                    "unsharded."
+                )
+
+
+WeightPlace = tuple[dict[str, Any], str, str]
+"""Where a module keeps a parameter: ``store[key]``, and its whole name."""
+
+
+def weight_places(model: nn.Module, names: Iterable[str]) -> tuple[WeightPlace, ...]:
+    """Where these parameters are."""
+    placed = ((*place_of(model, name), name) for name in names)
+    return tuple((owner._parameters, key, name) for owner, key, name in placed)
+
+
+@contextmanager
+def weights_stay(
+    places: Iterable[WeightPlace], but: Collection[str], by: str = "the forward"
+) -> Iterator[None]:
+    """Code of the user's on weights with a home elsewhere, where only ``but`` are taken back.
+
+    What NumPy or a kernel of the user's own writes into their memory is not seen.
+
+    Raises:
+        TrialError: it wrote to another one, gave it other values, or put another in its place.
+    """
+    with torch._C.DisableTorchFunction():  # this is no reading that who watches is to see
+        before: list[tuple[WeightPlace, Any, Tensor, int]] = [
+            (place, weight, weight.data, weight._version)
+            for place in places
+            if (weight := place[0].get(place[1])) is not None
+        ]
+        reads = DataReads(data for _, _, data, _ in before)
+    with reads.watched():
+        yield
+    for (store, key, name), weight, data, version in before:
+        with torch._C.DisableTorchFunction():
+            is_written = weight._version != version or reads.wrote_to(data)
+            is_another = has_other(weight, data)
+        if (is_written and name not in but) or is_another or store.get(key) is not weight:
+            raise TrialError(
+                f"{by} wrote to the weight {name!r}, or gave it other values, which it did "
+                "not in the first forward, and the model is cut: it would be lost, or done twice "
+                "where a forward runs again. Do that after the optimizer's step, in a class or a "
+                "hook of the optimizer's, or train with technique='resident'."
+            )
+
+
+def _held_in(place: tuple[dict[str, Tensor | None], str, str]) -> Tensor | None:
+    buffers, key, _ = place
+    return buffers.get(key)
