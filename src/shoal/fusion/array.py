@@ -38,6 +38,7 @@ from shoal.fusion.member import Member
 from shoal.fusion.ownsteps import OwnSteps
 from shoal.fusion.stacked import Stacked
 from shoal.fusion.streams import SlotStreams
+from shoal.fusion.switching import switch
 from shoal.ownstep import own_evaluation, refuse_nonfinite
 from shoal.recipe import evaluate_metrics, to_device
 from shoal.rng import RngState
@@ -452,8 +453,8 @@ class Array:
 
     def set_training(self, training: bool) -> None:
         """Put all slots' modules into training or evaluation mode."""
-        for member in self._crew.members:
-            member.train(training)
+        for slot, member in enumerate(self._crew.members):
+            switch(slot, member, self._crew.stacked, training)
 
     def evaluate(self, batches: Sequence[Any]) -> list[dict[str, float] | None]:
         """Loss and metrics of one validation batch per slot, in evaluation mode.

@@ -126,6 +126,12 @@ def weights_stay(parameters: Iterable[Tensor]) -> Iterator[None]:
             raise Declined(REPLACED)
 
 
+def require_parameters(module: nn.Module, parameters: Iterable[Tensor]) -> None:
+    """Raise Declined if a module has others than these, which are an array's rows."""
+    if list(map(id, module.parameters())) != list(map(id, parameters)):
+        raise Declined(REPLACED)
+
+
 def freeze_again(frozen: Iterable[Tensor]) -> bool:
     """Have these frozen; whether some were not."""
     thawed = [parameter for parameter in frozen if parameter.requires_grad]

@@ -30,6 +30,7 @@ from shoal.fusion.sealed import sealed
 from shoal.fusion.slots import Slots
 from shoal.fusion.stacked import Stacked, owners
 from shoal.fusion.streams import DRAWN, nothing_drawn
+from shoal.fusion.switching import untouched
 from shoal.modelcopy import deepcopied
 from shoal.recipe import Recipe, compute_loss, model_inputs
 from shoal.rng import host_words
@@ -79,7 +80,8 @@ class Template:
     def train(self, training: bool) -> None:
         """Put the code into training or evaluation mode, as the members are."""
         if self.module.training != training:
-            self.module.train(training)
+            with untouched(self.module):  # a member has its tensors, and has been put into it
+                self.module.train(training)
 
     def loop(self, path: str) -> None:
         """Run this part slot by slot from now on.
