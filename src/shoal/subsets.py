@@ -156,7 +156,9 @@ def _group_names(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> 
             raise SpecError(
                 f"the optimizer holds {counted(len(unknown), 'tensor')} not among the model's "
                 f"parameters, the first of shape {tuple(unknown[0].shape)}. Build it from the "
-                "named parameters it is given; what a loss trains is to be a part of the model."
+                "named parameters it is given; what a loss trains is to be a part of the model, "
+                "and a forward is to write into a parameter (under torch.no_grad()), and not to "
+                "put another one in its place."
             )
         grouped.append([names[id(parameter)] for parameter in group["params"]])
     return grouped

@@ -108,9 +108,37 @@ def test_slot_by_slot_rows_have_what_data_gave():
         assert same(alone.state()["model"], array.extract(seed)["model"])
 
 
-def test_looking_for_who_raises_changes_no_weight():
+@pytest.mark.parametrize("backend", [StackedBackend, LoopBackend])
+def test_an_array_whose_evaluation_puts_another_in_its_place_is_declined(backend):
+    hp = {"clamp": by_another, "disagrees": False}
+    array, batches = array_of(backend, hp), data(hp)[0]
+    for step in range(STEPS):
+        array.step([batches[step]] * 3)
+    with array.evaluating(), pytest.raises(Declined, match="put another one in its place"):
+        array.evaluate_by_itself(1, batches[0])
+
+
+def clamping_late(hp):
+    """After more forwards than there are before it trains."""
+    clamp = by_another if hp["another"] else by_data
+    return nn.Sequential(
+        Clamping(clamp, disagrees=False, after=20), nn.Linear(8, 2, dtype=torch.float64)
+    )
+
+
+def test_alone_a_trial_whose_parameter_is_another_one_ends(run_study):
+    """The optimizer goes on with the old one, and a checkpoint would have that."""
+    recipe = Recipe(model=clamping_late, data=data, loss=loss, optimizer=sgd)
+    report = run_study(recipe, shoal.grid(another=[True, False]), steps=24)
+    words = "gave the model another '0.layer.weight', and a trial's parameters are those"
+    assert words in report.trials[0].error
+    assert not report.trials[1].error
+
+
+@pytest.mark.parametrize("clamp", [by_data, by_another])
+def test_looking_for_who_raises_changes_no_weight(clamp):
     """The one without a class raises, and each of them is tried alone."""
-    hp = {"clamp": by_data, "disagrees": False}
+    hp = {"clamp": clamp, "disagrees": False}
     array, batches = array_of(StackedBackend, hp), data(hp)[0]
     for step in range(STEPS):
         array.step([batches[step]] * 3)

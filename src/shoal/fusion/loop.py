@@ -7,16 +7,16 @@ whose code raised, and what the stacked backend is compared with.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.fusion.crew import Crew, Evaluated, Steps, Trained, taking_part
 from shoal.fusion.declined import Declined
-from shoal.fusion.installed import freeze_again, frozen_stay
+from shoal.fusion.installed import freeze_again, frozen_stay, require_parameters
 from shoal.fusion.laidup import put_back
 from shoal.fusion.member import Member, in_streams
 from shoal.habits import kept_in_place
@@ -80,6 +80,9 @@ def alone(crew: Crew, slot: int, *, is_whole: bool = True) -> Iterator[Member]:
 
     What is given to weights by ``.data`` is in their rows afterwards, and what its model lays up
     is gone (``laidup.py``), but where it is no whole pass.
+
+    Raises:
+        Declined: it put another parameter in one's place.
     """
     member = crew.members[slot]
     is_own = member.recipe.step is not None  # which may set what it likes
@@ -87,6 +90,8 @@ def alone(crew: Crew, slot: int, *, is_whole: bool = True) -> Iterator[Member]:
     weights = dict(member.module.named_parameters()) if is_whole else {}
     with torch_streams_of(crew, slot), put_back(holders), kept_in_place(weights):
         yield member
+    if is_whole and not is_own:
+        require_parameters(member.module, weights.values())
     crew.stacked.put_buffers(slot, member.module)
 
 
@@ -106,14 +111,18 @@ def current_rng(crew: Crew, slot: int) -> RngState:
 
 
 @contextmanager
-def _given_back(weights: Iterable[Tensor]) -> Iterator[None]:
-    """Weights that are given other memory by ``.data`` have their own afterwards, as it was."""
-    own = [(weight, weight.data) for weight in weights]
+def _given_back(module: nn.Module) -> Iterator[None]:
+    """It has its own parameters afterwards, in their own memory: code may give it others."""
+    own = [(parameter, parameter.data) for parameter in module.parameters()]
+    stores = [(child._parameters, dict(child._parameters)) for child in module.modules()]
     try:
         yield
     finally:
-        for weight, data in own:
-            weight.data = data
+        for parameter, data in own:
+            parameter.data = data
+        for store, before in stores:
+            store.clear()
+            store.update(before)
 
 
 def error_alone(crew: Crew, slot: int, batch: Any) -> BaseException | None:
@@ -122,7 +131,7 @@ def error_alone(crew: Crew, slot: int, batch: Any) -> BaseException | None:
     before = [(buffer, buffer.clone()) for buffer in member.module.buffers()]
     frozen = [p for p in member.module.parameters() if not p.requires_grad]
     try:
-        with torch.no_grad(), alone(crew, slot), _given_back(member.module.parameters()):
+        with torch.no_grad(), alone(crew, slot), _given_back(member.module):
             lone_pass(member, batch, crew.device)
     except (Exception, SystemExit) as error:
         return error

@@ -25,7 +25,7 @@ from shoal.kernelstep import is_torchs, put_back
 from shoal.memory.layout import ShardLayout, TensorSpec, TrialLayout
 from shoal.memory.split import SplitWeight, split_weights
 from shoal.memory.store import Region, describe, field_view, state_views, view, views
-from shoal.partition.preserve import weight_places
+from shoal.partition.unwritten import weight_places
 from shoal.poison import Poison
 from shoal.rounding import Rounding
 from shoal.runtime.unplaced import replaced, unfrozen, unplaced
@@ -320,7 +320,7 @@ class Binding:
         """
         for held, key, name in self._held:
             if held.get(key) is not self.params[name]:
-                raise TrialError(replaced("forward", name))
+                raise TrialError(replaced("the forward", name))
 
     def put_back_bound(self) -> None:
         """The same for all that is bound, after a pass in which code may have done so."""
@@ -363,14 +363,23 @@ class Binding:
             TrialError: a parameter or its state has no longer the shape or type that it had, or
                 the model or an optimizer has other parameters.
         """
-        for name, parameter in self._model.named_parameters():
-            if self.params.get(name) is not parameter:
-                raise TrialError(replaced("step", name))
+        self.require_parameters("the step")
         self._require_groups()
         for name in placed.params:
             self.params[name].grad = None
         self._put_back(placed)
         self.keep_state(shard, placed)
+
+    def require_parameters(self, who: str) -> None:
+        """The model's parameters are those whose values, state and gradients are kept here.
+
+        Raises:
+            TrialError: it has others, which ``who`` gave it, or lacks one.
+        """
+        now = dict(self._model.named_parameters())
+        for name in (*now, *self.params):
+            if now.get(name) is not self.params.get(name):
+                raise TrialError(replaced(who, name, is_there=name in now))
 
     def _put_back(self, placed: Placed) -> None:
         """Data that code gave a parameter (``p.data = ...``) goes to its place.

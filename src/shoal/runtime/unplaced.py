@@ -78,10 +78,11 @@ def _described(value: Tensor) -> str:
     return f"{tuple(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
 
 
-def replaced(what: str, name: str) -> str:
-    """The words where a forward or a step (``what``) put another parameter in one's place."""
+def replaced(who: str, name: str, *, is_there: bool = True) -> str:
+    """The words where code (``who``) put another parameter in one's place, or took it away."""
+    what = f"gave the model another {name!r}" if is_there else f"took {name!r} away"
     return (
-        f"the {what} gave the model another {name!r}, and a trial's parameters are those that "
-        "Recipe(model=...) made. Write into them (p.copy_(...), under torch.no_grad()), or build "
-        "all parts there and choose between them."
+        f"{who} {what}, and a trial's parameters are those that Recipe(model=...) made, which the "
+        "optimizer has. Write into them (p.copy_(...), under torch.no_grad()), or build all parts "
+        "there and choose between them."
     )

@@ -134,7 +134,11 @@ def content(
 
     ``copy`` them, where the region changes before they are written. ``metrics`` are those
     of a trial that has ended.
+
+    Raises:
+        TrialError: its code put other parameters into the model, which are not in the region.
     """
+    session.binding.require_parameters("the trial's code")
     weights, ties = _weights(session, copy=copy)
     tensors = _stored_state(session)
     if copy:
