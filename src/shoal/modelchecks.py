@@ -162,3 +162,13 @@ def _range(tensor: Tensor) -> tuple[int, int]:
     """Of its storage the first byte that a contiguous tensor covers, and the one past the last."""
     first = int(tensor.storage_offset()) * tensor.element_size()
     return first, first + int(tensor.nbytes)
+
+
+def switches_by_code(module: nn.Module) -> bool:
+    """Whether code of its own runs where it is put into training or evaluation mode."""
+    return any(
+        type(part).train is not nn.Module.train
+        or type(part).eval is not nn.Module.eval
+        or not vars(part).keys().isdisjoint(("train", "eval"))
+        for part in module.modules()
+    )

@@ -20,16 +20,7 @@ from shoal.fusion.declined import Declined
 from shoal.fusion.installed import require_parameters
 from shoal.fusion.likeness import same_bits
 from shoal.fusion.stacked import Stacked
-
-
-def switches_by_code(module: nn.Module) -> bool:
-    """Whether somebody's own code runs there."""
-    return any(
-        type(part).train is not nn.Module.train
-        or type(part).eval is not nn.Module.eval
-        or not vars(part).keys().isdisjoint(("train", "eval"))
-        for part in module.modules()
-    )
+from shoal.modelchecks import switches_by_code
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from shoal.partition.preserve import preserved, same_values
 from shoal.partition.record import Record, make_record
 from shoal.partition.spy import Spy
 from shoal.partition.units import run_forward
+from shoal.partition.unwritten import require_quiet_switch
 from shoal.partition.wires import OwnCall, Wire, Wires
 from shoal.pystate.finding import fields_holding
 from shoal.recipe import Batch, Recipe, autocast
@@ -63,6 +64,7 @@ def build_chain(
         NotCuttable: says what in the model stands against it.
     """
     source = _Source(model, recipe, batch, device)
+    require_quiet_switch(model, device)
     restore, notes = without_caches(model) if switch_caches_off else (_nothing, ())
     try:
         chain = _best_chain(source)

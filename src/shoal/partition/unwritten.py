@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from shoal.core.errors import TrialError
+from shoal.modelchecks import switches_by_code
 from shoal.partition.dataread import DataReads
-from shoal.partition.preserve import has_other, place_of, same_values
+from shoal.partition.discover import NotCuttable
+from shoal.partition.preserve import evaluating, has_other, place_of, preserved, same_values
 
 
 class Unwritten:
@@ -65,15 +67,11 @@ def weight_places(model: nn.Module, names: Iterable[str]) -> tuple[WeightPlace, 
 
 
 @contextmanager
-def weights_stay(
-    places: Iterable[WeightPlace], but: Collection[str], by: str = "the forward"
-) -> Iterator[None]:
-    """Code of the user's on weights with a home elsewhere, where only ``but`` are taken back.
+def weights_watched(places: Iterable[WeightPlace], but: Collection[str]) -> Iterator[list[str]]:
+    """Which weights code inside writes to, gives other values or puts others in the place of.
 
+    Their names are there at the end; of those in ``but`` without the ones that it wrote to.
     What NumPy or a kernel of the user's own writes into their memory is not seen.
-
-    Raises:
-        TrialError: it wrote to another one, gave it other values, or put another in its place.
     """
     with torch._C.DisableTorchFunction():  # this is no reading that who watches is to see
         before: list[tuple[WeightPlace, Any, Tensor, int]] = [
@@ -82,19 +80,49 @@ def weights_stay(
             if (weight := place[0].get(place[1])) is not None
         ]
         reads = DataReads(data for _, _, data, _ in before)
+    found: list[str] = []
     with reads.watched():
-        yield
+        yield found
     for (store, key, name), weight, data, version in before:
         with torch._C.DisableTorchFunction():
             is_written = weight._version != version or reads.wrote_to(data)
             is_another = has_other(weight, data)
         if (is_written and name not in but) or is_another or store.get(key) is not weight:
-            raise TrialError(
-                f"{by} wrote to the weight {name!r}, or gave it other values, which it did "
-                "not in the first forward, and the model is cut: it would be lost, or done twice "
-                "where a forward runs again. Do that after the optimizer's step, in a class or a "
-                "hook of the optimizer's, or train with technique='resident'."
-            )
+            found.append(name)
+
+
+@contextmanager
+def weights_stay(
+    places: Iterable[WeightPlace], but: Collection[str], by: str = "the forward"
+) -> Iterator[None]:
+    """Code of the user's on weights with a home elsewhere, where only ``but`` are taken back.
+
+    Raises:
+        TrialError: it did any of that to another one.
+    """
+    with weights_watched(places, but) as found:
+        yield
+    for name in found:
+        raise TrialError(
+            f"{by} wrote to the weight {name!r}, or gave it other values, which it did "
+            "not in the first forward, and the model is cut: it would be lost, or done twice "
+            "where a forward runs again. Do that after the optimizer's step, in a class or a "
+            "hook of the optimizer's, or train with technique='resident'."
+        )
+
+
+def require_quiet_switch(model: nn.Module, device: torch.device) -> None:
+    """Raise NotCuttable if the model's own ``train()`` or ``eval()`` writes to its weights."""
+    if not switches_by_code(model):
+        return
+    places = weight_places(model, (name for name, _ in model.named_parameters()))
+    with preserved(model, device), weights_watched(places, ()) as found, evaluating(model):
+        model.train()
+    if found:
+        raise NotCuttable(
+            f"its own train() or eval() writes to the weight {found[0]!r}, as to merge LoRA's, "
+            "and between the steps of a trial in shards weights are elsewhere"
+        )
 
 
 def _held_in(place: tuple[dict[str, Tensor | None], str, str]) -> Tensor | None:

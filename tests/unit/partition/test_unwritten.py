@@ -8,6 +8,7 @@ from torch import nn
 
 from shoal.core.errors import TrialError
 from shoal.partition.build import build_chain
+from shoal.partition.discover import NotCuttable
 from shoal.partition.drive import every_layer, sharded_backward, sharded_evaluation
 from shoal.partition.unwritten import Unwritten
 from shoal.recipe import Recipe
@@ -140,6 +141,28 @@ def test_so_is_one_whose_hook_in_the_backward_does(block, clamp):
         TrialError, match=rf"in the backward wrote to the weight '{block}\.weight'"
     ):
         sharded_backward(chain, batch, every_layer(chain))
+
+
+@pytest.mark.parametrize("write", [by_data, in_place, into_data])
+def test_a_model_that_writes_to_weights_where_its_mode_changes_is_not_cut(write):
+    class Merging(nn.Linear):
+        def train(self, mode=True):
+            if mode is not self.training:
+                write(self)
+            return super().train(mode)
+
+    with pytest.raises(
+        NotCuttable, match=r"train\(\) or eval\(\) writes to the weight '1\.weight'"
+    ):
+        chain_of(Merging(4, 4), nn.Linear(4, 4))
+
+
+def test_one_that_keeps_norms_in_evaluation_is():
+    class Frozen(nn.BatchNorm1d):
+        def train(self, mode=True):
+            return super().train(False)
+
+    assert chain_of(nn.Sequential(nn.Linear(4, 4), Frozen(4)), nn.Linear(4, 4)).num_layers == 7
 
 
 def test_data_is_read_and_given_to_others_as_ever():
