@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from shoal.core.errors import SpecError
 from shoal.core.units import counted
+from shoal.modelaliases import refuse_aliases
 
 
 def check_model(model: nn.Module) -> None:
@@ -23,11 +24,13 @@ def check_model(model: nn.Module) -> None:
 
     Raises:
         SpecError: one has no shape yet, is no plain memory, is of a type that no file holds,
-            lies in the memory of another one, or is an earlier model's.
+            lies in the memory of another one, or is an earlier model's; or code of the model reads
+            a parameter by another tensor in its memory.
     """
     _refuse_shapeless(model)
     _refuse_odd(model)
     _refuse_overlaps(model)
+    refuse_aliases(model)
     _refuse_used(model)
     _have_own_memory(model)
 
