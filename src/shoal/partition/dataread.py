@@ -15,9 +15,9 @@ torch's own to who asks the class for it (``Tensor.data.__get__``, as modes do).
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
-from typing import Any
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -25,36 +25,43 @@ from torch import Tensor
 from shoal.partition.wires import storage_key
 
 _TORCHS: Any = Tensor.data
+plain_data = _TORCHS.__get__
+"""What ``tensor.data`` is, of which nobody takes note."""
 _watching: list[DataReads] = []  # in all threads: autograd has its own, which run users' hooks
 
 
 class DataReads:
-    """What ``.data`` gave of these tensors' memory, while that was watched."""
+    """What ``.data`` gives of these tensors' memory inside."""
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._aliases: dict[int, list[Tensor]] = {storage_key(tensor): [] for tensor in tensors}
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tensors
+        self._aliases: dict[int, list[Tensor]] = {}  # made when something asks for ``.data``
 
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Whatever it gives inside is noted."""
+    def __enter__(self) -> Self:
         _install()
         _watching.append(self)
-        try:
-            yield
-        finally:
-            _watching.remove(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _watching.remove(self)
 
     def note(self, alias: Tensor) -> None:
         """It gave this."""
+        if not self._aliases:
+            self._aliases = {storage_key(tensor): [] for tensor in self._tensors}
         with suppress(NotImplementedError):  # within torch.func a tensor has no memory to tell
             if (known := self._aliases.get(storage_key(alias))) is not None:
                 known.append(alias)
+
+    def __bool__(self) -> bool:
+        """Whether something asked for ``.data``."""
+        return bool(self._aliases)
 
     def wrote_to(self, tensor: Tensor) -> bool:
         """Whether code wrote into what it was given of this one."""
         return any(
             alias._version and _overlap(alias, tensor)  # others may lie in the same memory
-            for alias in self._aliases[storage_key(tensor)]
+            for alias in self._aliases.get(storage_key(tensor), ())
         )
 
 
@@ -83,7 +90,7 @@ class _Data:
     def __get__(self, tensor: Tensor | None, kind: type | None = None) -> Any:
         if tensor is None:
             return _TORCHS
-        alias = _TORCHS.__get__(tensor)
+        alias = plain_data(tensor)
         for reads in _watching:
             reads.note(alias)
         return alias

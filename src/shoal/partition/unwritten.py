@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shoal.core.errors import TrialError
 from shoal.modelchecks import switches_by_code
-from shoal.partition.dataread import DataReads
+from shoal.partition.dataread import DataReads, plain_data
 from shoal.partition.discover import NotCuttable
 from shoal.partition.preserve import evaluating, has_other, place_of, preserved, same_values
 
@@ -75,17 +75,17 @@ def weights_watched(places: Iterable[WeightPlace], but: Collection[str]) -> Iter
     """
     with torch._C.DisableTorchFunction():  # this is no reading that who watches is to see
         before: list[tuple[WeightPlace, Any, Tensor, int]] = [
-            (place, weight, weight.data, weight._version)
+            (place, weight, plain_data(weight), weight._version)
             for place in places
             if (weight := place[0].get(place[1])) is not None
         ]
-        reads = DataReads(data for _, _, data, _ in before)
+        reads = DataReads([data for _, _, data, _ in before])
     found: list[str] = []
-    with reads.watched():
+    with reads:
         yield found
     for (store, key, name), weight, data, version in before:
         with torch._C.DisableTorchFunction():
-            is_written = weight._version != version or reads.wrote_to(data)
+            is_written = weight._version != version or (bool(reads) and reads.wrote_to(data))
             is_another = has_other(weight, data)
         if (is_written and name not in but) or is_another or store.get(key) is not weight:
             found.append(name)
