@@ -113,7 +113,9 @@ class _Walk:
             return sorted(one for one in value if isinstance(one, str))[:LONGEST]
         if isinstance(value, list | tuple):
             return itertools.islice(value, LONGEST)
-        if isinstance(value, dict | types.MappingProxyType):  # others would run code
+        if isinstance(value, dict):  # of a class of its own, which may have another ``items``
+            return itertools.chain(*itertools.islice(dict.items(value), LONGEST))
+        if isinstance(value, types.MappingProxyType):  # others would run code
             return itertools.chain(*itertools.islice(value.items(), LONGEST))
         if isinstance(value, types.CodeType):
             self.names |= set(value.co_names)

@@ -89,7 +89,7 @@ def identity(value: Any, depth: int = 0) -> str:
     if isinstance(value, list | tuple | deque):
         inside = value
     elif isinstance(value, dict):
-        inside = value.values()
+        inside = dict.values(value)
     elif isinstance(value, types.FunctionType):
         inside = [cell.cell_contents for cell in value.__closure__ or ()]
     elif type(value).__dictoffset__ and not isinstance(value, type | types.ModuleType | nn.Module):
