@@ -66,6 +66,12 @@ def weight_places(model: nn.Module, names: Iterable[str]) -> tuple[WeightPlace, 
     return tuple((owner._parameters, key, name) for owner, key, name in placed)
 
 
+_AWAY = (
+    "If that was to write to the weight of another layer: the model is cut, and such a weight is "
+    "elsewhere while this layer runs. Train with technique='resident'."
+)
+
+
 @contextmanager
 def weights_watched(places: Iterable[WeightPlace], but: Collection[str]) -> Iterator[list[str]]:
     """Which weights code inside writes to, gives other values or puts others in the place of.
@@ -81,8 +87,13 @@ def weights_watched(places: Iterable[WeightPlace], but: Collection[str]) -> Iter
         ]
         reads = DataReads([data for _, _, data, _ in before])
     found: list[str] = []
-    with reads:
-        yield found
+    try:
+        with reads:
+            yield found
+    except RuntimeError as error:
+        if "single memory location" in str(error):  # as stands for a weight that is away
+            error.add_note(_AWAY)
+        raise
     for (store, key, name), weight, data, version in before:
         with torch._C.DisableTorchFunction():
             is_written = weight._version != version or (bool(reads) and reads.wrote_to(data))

@@ -131,6 +131,15 @@ def test_a_block_that_comes_to_write_to_its_weights_is_named(run, clamp):
         run(chain, batch, every_layer(chain))
 
 
+def test_one_that_writes_to_a_weight_that_is_away_is_told_so():
+    chain, batch = chain_of(Clamping(), Clamping()), (torch.randn(3, 4),)
+    chain.model[2].clamp = lambda linear: in_place(chain.model[1].linear)
+    chain.model[1].linear.weight.data = torch.zeros(1).expand(4, 4)
+    with pytest.raises(RuntimeError, match="single memory location") as caught:
+        sharded_backward(chain, batch, every_layer(chain))
+    assert "technique='resident'" in caught.value.__notes__[0]
+
+
 @pytest.mark.parametrize("clamp", [by_data, in_place, into_data])
 @pytest.mark.parametrize("block", [1, 3])
 def test_so_is_one_whose_hook_in_the_backward_does(block, clamp):
