@@ -313,11 +313,7 @@ class Binding:
                 raise TrialError(unfrozen(name, "its gradient"))
 
     def require_same(self) -> None:
-        """After a pass: the model has its own parameters, which the optimizer has, and the store.
-
-        Raises:
-            TrialError: another one is in a place of theirs.
-        """
+        """After a pass: a TrialError where another parameter is in the place of one of these."""
         for held, key, name in self._held:
             if held.get(key) is not self.params[name]:
                 raise TrialError(replaced("the forward", name))
