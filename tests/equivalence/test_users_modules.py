@@ -108,7 +108,7 @@ def write(tmp_path, monkeypatch):
         return str(tmp_path / "main.py")
 
     yield write
-    for name in (*names, "given", "parts"):
+    for name in (*names, "given", "gears"):
         sys.modules.pop(name, None)
 
 
@@ -146,8 +146,8 @@ def scale(x, row=ROW):
 OF_MAIN = """
 import torch
 import shoal
-import parts
-from parts import cfg
+import gears
+from gears import cfg
 
 class Scale:
     def __init__(self, by):
@@ -158,8 +158,8 @@ class Scale:
 def act(x):
     return x.sin()
 
-cfg.act, cfg.gain, parts.SCALE, parts.ROW = act, 3.0, Scale(2.0), None
-parts.STEPS.append(act)
+cfg.act, cfg.gain, gears.SCALE, gears.ROW = act, 3.0, Scale(2.0), None
+gears.STEPS.append(act)
 
 def model(hp):
     return torch.nn.Linear(4, 1)
@@ -176,15 +176,15 @@ study = shoal.Study("modules", recipe, space={{"lr": 0.1}}, steps=3)
 """
 LOSSES = {
     "an attribute": "return cfg.gain * cfg.act(output - batch[1]).square().mean()",
-    "in a list": "return parts.STEPS[0](output - batch[1]).square().mean()",
-    "an object": "return parts.SCALE(output - batch[1]).square().mean()",
-    "a default": "return parts.scale(output - batch[1]).square().mean()",
+    "in a list": "return gears.STEPS[0](output - batch[1]).square().mean()",
+    "an object": "return gears.SCALE(output - batch[1]).square().mean()",
+    "a default": "return gears.scale(output - batch[1]).square().mean()",
 }
 
 
 @pytest.mark.parametrize("where", LOSSES)
 def test_what_the_main_file_defines_is_where_it_was_put(where, write, run_study, assert_alone):
-    (Path(sys.path[0]) / "parts.py").write_text(PARTS)
+    (Path(sys.path[0]) / "gears.py").write_text(PARTS)
     study = load_study(write(OF_MAIN.format(loss=LOSSES[where]))).study
     report = run_study(study.recipe, study.space, steps=3)
     assert_alone(report, report.trials, study.recipe, steps=3)
@@ -241,18 +241,18 @@ def test_an_object_of_a_package_that_the_file_names_is_the_packages(
 
 def test_what_workers_cannot_be_given_is_told_once_for_each_value(write, run_study, tmp_path):
     """``session`` is made by and by in the study's process, and cannot travel."""
-    (tmp_path / "parts.py").write_text("session, width = None, 4\n")
+    (tmp_path / "gears.py").write_text("session, width = None, 4\n")
     text = HEAD.format(
-        imports="import parts, threading\nfrom net import Net", model="parts; return Net()"
+        imports="import gears, threading\nfrom net import Net", model="gears; return Net()"
     )
     text += "from types import SimpleNamespace\n"
-    text += "parts.session = SimpleNamespace(lock=threading.Lock(), width=3)\n"
+    text += "gears.session = SimpleNamespace(lock=threading.Lock(), width=3)\n"
     study = load_study(write(text)).study
     report = run_study(study.recipe, study.space, steps=1, devices=2)
     warnings = Snapshot.of(read_outline(report.directory)).warnings
-    told = [words for words in warnings if "parts" in words]
+    told = [words for words in warnings if "gears" in words]
     assert len(told) == 1
-    assert "what the module parts holds as 'session' cannot be sent to workers" in told[0]
+    assert "what the module gears holds as 'session' cannot be sent to workers" in told[0]
 
 
 TABLE = """

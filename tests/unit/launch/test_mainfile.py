@@ -6,6 +6,7 @@ import sys
 import types
 
 import pytest
+from torch.nn import functional
 
 from shoal.launch.mainfile import Said, main_files
 from shoal.launch.reached import imported_for_itself, reached
@@ -34,6 +35,8 @@ def main(tmp_path, monkeypatch):
     module.__file__ = str(tmp_path / "main.py")
     (tmp_path / "main.py").write_text(TEXT)
     monkeypatch.setitem(sys.modules, MODULE_NAME, module)
+    monkeypatch.delitem(sys.modules, "__main__", raising=False)  # that of the tests
+    monkeypatch.setattr(sys, "argv", ["main.py"])
     return module
 
 
@@ -53,8 +56,6 @@ def test_imports_whose_names_nothing_reads_and_lines_that_assign_in_modules(main
 def test_what_is_no_installed_package_or_is_not_there_is_no_change(main):
     """``json`` is of the standard library, which workers have as it is."""
     import json
-
-    import torch.nn.functional as functional
 
     main.F, main.json, main.colors = functional, json, None
     assert [c.full_name for c in find_changes()] == [
@@ -115,6 +116,7 @@ def test_the_text_of_what_runs_without_one(main, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["-"])
     look = "\nfound = look(None)"
     main.look = assigned
+    monkeypatch.setattr(functional, "gelu", functional.gelu)  # and back afterwards
     exec(compile(GELU + look, "<stdin>", "exec"), vars(main))
     assert main.found == [("F", "gelu")]
 

@@ -32,6 +32,8 @@ def users(tmp_path, monkeypatch):
     main = type(sys)(MODULE_NAME)
     main.__file__, main.__package__ = str(tmp_path / "home/main.py"), "home"
     monkeypatch.setitem(sys.modules, MODULE_NAME, main)
+    monkeypatch.delitem(sys.modules, "__main__", raising=False)  # that of the tests
+    monkeypatch.setattr(sys, "argv", ["main.py"])
     yield found
     for name in names:
         del sys.modules[name]
