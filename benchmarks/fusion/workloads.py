@@ -46,6 +46,38 @@ class Language(nn.Module):
         return self.head(self.body(self.tokens(tokens)))
 
 
+class Coder(nn.Module):
+    """A variational autoencoder: it draws its code, by PyTorch's own distribution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 32))
+        self.outside = nn.Sequential(nn.Linear(16, 128), nn.ReLU(), nn.Linear(128, 64))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        mean, spread = self.inside(x).chunk(2, -1)
+        deviation = F.softplus(spread)
+        code = torch.distributions.Normal(mean, deviation).rsample()
+        apart = mean.square() + deviation.square() - 1 - 2 * deviation.log()
+        return self.outside(code), apart.mean()
+
+
+class Diffusion(nn.Module):
+    """A denoiser: it draws times and noise, and is its own loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(65, 128), nn.SiLU(), nn.Linear(128, 64))
+        self.register_buffer("left", torch.linspace(0.999, 0.001, 100))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        time, noise = torch.randint(0, 100, (len(x),), device=x.device), torch.randn_like(x)
+        left = self.left[time][:, None]
+        seen = left.sqrt() * x + (1 - left).sqrt() * noise
+        found = self.body(torch.cat([seen, time[:, None] / 100], 1))
+        return x, F.mse_loss(found, noise)
+
+
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -323,8 +355,15 @@ def noise(draws: torch.Generator) -> tuple[Tensor, Tensor]:
     return torch.randn(8, 32, 1, 1, generator=draws), torch.rand(8, 3, 32, 32, generator=draws)
 
 
-def loss(output: Tensor, batch: Any) -> Tensor:
+def rows(draws: torch.Generator) -> tuple[Tensor, Tensor]:
+    x = torch.rand(32, 64, generator=draws)
+    return x, x
+
+
+def loss(output: Any, batch: Any) -> Tensor:
     target = batch[1]
+    if isinstance(output, tuple):  # what was found, and what else there is to be small
+        return F.mse_loss(output[0], target) + output[1]
     if target.is_floating_point():
         return F.mse_loss(output, target)
     return F.cross_entropy(output.flatten(0, -2), target.flatten())
@@ -337,6 +376,8 @@ WORKLOADS = {
     "small LSTM": Workload(lambda hp: Recurrent(), words(4, 10), 6.0),
     "MobileNetV3-small": Workload(partial(mobilenet, SMALL, 1024), images(4, 32), 1.35),
     "MobileNetV3-large": Workload(partial(mobilenet, LARGE, 1280), images(4, 32), 0.97),
+    "variational autoencoder": Workload(lambda hp: Coder(), rows, 0.97),
+    "diffusion MLP": Workload(lambda hp: Diffusion(), rows, 0.97),
     "small CNN": Workload(cnn, images(8, 16), 1.25),
     "DCGAN generator": Workload(generator, noise, 1.15),
     "DCGAN discriminator": Workload(discriminator, images(8, 32, 2), 1.15),
