@@ -127,6 +127,22 @@ def pytest_runtestloop():
     gc.enable()
 
 
+@pytest.fixture(scope="session")
+def own_modules():
+    """Modules of the tests themselves, imported as they were collected."""
+    files = ((n, getattr(m, "__file__", None)) for n, m in sys.modules.items())
+    return {n: sys.modules[n] for n, file in files if file and HERE in Path(file).parents}
+
+
+@pytest.fixture(autouse=True)
+def own_modules_stay(own_modules):
+    """A test writes modules of its own, and those that it takes away are no others' by a name."""
+    yield
+    lost = [name for name, module in own_modules.items() if sys.modules.get(name) is not module]
+    sys.modules.update(own_modules)
+    assert not lost
+
+
 # -- studies ----------------------------------------------------------------------------------
 
 

@@ -58,11 +58,11 @@ class Net(nn.Module):
         x = self.last(self.second(self.first(x)).tanh())
         return config.SCALE * inner.gain * x.mean(1, keepdim=True)
 """
-ZOO = "NETS = {}\n"
+SPECIES = "NETS = {}\n"
 NETS = """
-import zoo
+import species
 from net import Net
-zoo.NETS["plain"] = Net
+species.NETS["plain"] = Net
 """
 HEAD = """
 import torch
@@ -91,7 +91,7 @@ study = shoal.Study("modules", recipe, space=shoal.grid(width=[3, 6], lr=[0.1]),
 WAYS = {
     "at the top": ("from net import Net", "return Net()"),
     "within": ("", "from net import Net; return Net()"),
-    "by registration": ("import nets\nimport zoo", 'return zoo.NETS["plain"]()'),
+    "by registration": ("import nets\nimport species", 'return species.NETS["plain"]()'),
 }
 
 
@@ -99,7 +99,7 @@ WAYS = {
 def write(tmp_path, monkeypatch):
     """Write a main file beside modules of the user's, and give its place."""
     monkeypatch.syspath_prepend(tmp_path)
-    names = {"config": CONFIG, "net": NET, "zoo": ZOO, "nets": NETS}
+    names = {"config": CONFIG, "net": NET, "species": SPECIES, "nets": NETS}
     for name, text in names.items():
         (tmp_path / f"{name}.py").write_text(text)
 

@@ -142,8 +142,8 @@ class MLflowSink:
         elif change.state is not None:
             self._running.discard(trial)
         sender, plan = self._open(), self._plans.pop(trial, None)
-        if plan is not None:
-            sender.put(trial, plan)
+        if plan is not None:  # at once, since a run has its beginning from when it is made
+            change = replace(change, params=plan.params, tags={**plan.tags, **change.tags})
         sender.put(trial, change)
 
     def _warn(self) -> None:

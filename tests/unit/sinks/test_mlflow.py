@@ -7,6 +7,7 @@ same tests run on a database of its own.
 from __future__ import annotations
 
 import builtins
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ from shoal.core.event import (
     TrialStopped,
 )
 from shoal.observe.snapshot import Snapshot
-from shoal.sinks import MLflowSink, mlflowruns
+from shoal.sinks import MLflowSink, mlflowruns, sender
 
 # ---------------------------------------------------------------- what a run has
 
@@ -212,10 +213,10 @@ def test_a_study_with_nothing_left_to_do_brings_mlflow_up_to_date(server: Server
 def test_a_study_that_is_begun_anew_has_runs_of_its_own(server: Server) -> None:
     events = [begun(0), *steps(0, 1, 2), finished(0, 2), over()]
 
-    for time in (BEGAN, BEGAN + 1000):
+    for began in (BEGAN, BEGAN + 1000):
         sink = MLflowSink("http://there", experiment="mine")
         sink.look_back(Snapshot())  # of an empty directory
-        give(sink, [started(time), *events])
+        give(sink, [started(began), *events])
 
     assert list(server.experiments) == ["mine"]
     assert [run.info.run_name for run in server.runs.values()] == ["trial-0000"] * 2
@@ -231,6 +232,24 @@ def test_a_failure_is_no_longer_told_of_a_trial_that_was_tried_again(server: Ser
 
     (run,) = server.runs.values()
     assert (run.info.status, run.tags["shoal.error"]) == ("FINISHED", "")
+
+
+def test_a_run_is_made_with_the_time_at_which_its_trial_began(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread may be as quick as the study, or a busy machine's study as slow as that."""
+    put = sender.Sender.put
+
+    def wait(self: sender.Sender, *what: Any) -> None:
+        put(self, *what)
+        while self._has_work():
+            time.sleep(0.001)
+
+    monkeypatch.setattr(sender, "_GATHER_S", 0.0)
+    monkeypatch.setattr(sender.Sender, "put", wait)
+    give(MLflowSink("http://there"), [started(), planned(0), begun(0), finished(0, 4), over()])
+    (run,) = server.runs.values()
+    assert (run.info.start_time, run.params) == (1_700_000_002_000, {"lr": "0.5", "norm": "None"})
 
 
 def test_times_never_go_back(server: Server) -> None:
