@@ -498,14 +498,14 @@ class Fusing:
     ) -> tuple[Job, Later | None]:
         """The job in the array in which it began; and where else it may go on."""
         before = self._recorded.get(job.trial)
-        found, captures = self._found(
-            shape, trials, Candidate(width, kind or "traced"), asking, job
-        )
+        is_cut = self._spilling is not None and self._spilling.is_forced
+        candidate = Candidate(width, kind or ("eager" if is_cut else "traced"))
+        found, captures = self._found(shape, trials, candidate, asking, job)
         if found.declined:
             return replace(job, why=(*job.why, f"unfused: {found.declined}")), None
         taken = seats_taken(len(trials), self._devices, width)
         fits = self._fits(job, found) and not found.shards
-        if fits and not (self._spilling and self._spilling.is_forced):
+        if fits and not is_cut:
             praised = (praise(found, shape.notes, len(trials)), *told_of_passes([found], width))
             why = shape.why or praised
             later = self._later(shape, trials, before, kind, asking, job)

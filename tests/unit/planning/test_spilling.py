@@ -225,21 +225,26 @@ class Found(Spilling):
 class Timed:
     """One worker, for which all arrays are quick."""
 
+    def __init__(self):
+        self.kinds = []  # of those that it was to build
+
     def measure_arrays(self, order, count, only=()):
         number = order.trial.number
         if isinstance(order, TimeArray):
             return {0: TimedArray(number, ((0.001, 0.001, 0.0, 0.0),) * order.rounds)}
+        self.kinds.append(order.kind)
         return {
             0: MeasuredArray(number, ArrayTry(unit_bytes=Bytes(9), once_s=(0.1, 0.1, 0.0, 0.0)))
         }
 
 
-def placed(found, **options):
+def placed(found, asking=None, **options):
     jobs = [make_job(n) for n in range(2)]
     trials = [TrialSpec(number=n, hp={}, seed=n) for n in range(2)]
     fusing = Fusing(2, [make_device(memory=1)], {})
     facts = dict.fromkeys(range(2), SIGNATURE)
-    return fusing, fusing.places(jobs, trials, facts, Timed(), spilling=found, **options)
+    asking = asking or Timed()
+    return fusing, fusing.places(jobs, trials, facts, asking, spilling=found, **options)
 
 
 def test_a_trial_of_an_array_that_does_not_fit_is_spilled_with_it():
@@ -253,6 +258,14 @@ def test_a_trial_of_an_array_that_does_not_fit_is_spilled_with_it():
         assert "array_pass" not in job.numerics
         assert any("50 B move over the link" in words for words in job.why)
         assert fusing.layouts[job.trial] is PLAN.layout
+
+
+@pytest.mark.parametrize(("is_forced", "kinds"), [(True, ["eager"]), (False, ["traced"])])
+def test_where_shards_are_asked_for_no_graph_is_made_that_they_have_no_use_for(is_forced, kinds):
+    found = Found(request=REQUEST, speeds=SPEEDS, budget=Bytes(100), is_forced=is_forced)
+    asked = Timed()
+    placed(found, asked)
+    assert asked.kinds == kinds
 
 
 def test_where_batches_vary_in_length_all_lengths_run_together():
