@@ -171,7 +171,7 @@ class Turning(nn.Module):
 
     def forward(self, x):
         y = self.body(x)
-        return y if bool((x.abs().sum() > self.limit).item()) else -y
+        return y if x.abs().sum().item() > self.limit else -y
 
 
 class Leaky(nn.Module):

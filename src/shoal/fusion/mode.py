@@ -46,6 +46,10 @@ DRAWING = frozenset(
 READING = frozenset((Tensor.numpy, Tensor.tolist, Tensor.__array__))
 """Operations that make Python's numbers of a tensor's, for which torch's batching has none."""
 
+TRUTHS = frozenset((Tensor.__bool__, torch.is_nonzero, Tensor.is_nonzero))
+ASKING = TRUTHS | {Tensor.item, Tensor.__int__, Tensor.__index__}
+"""By which code asks a tensor for a truth, or for a number."""
+
 ALL_TRUE = torch._is_all_true
 """By which ``torch.distributions`` looks at its numbers before it computes with them."""
 
@@ -117,6 +121,8 @@ class SlotMode(TorchFunctionMode):
                 return result
         if func is ALL_TRUE and self._are_all_true(*args):
             return True
+        if func in ASKING and args and _is_whole(func, *args) and self._slots.has_values(*args):
+            return self._slots.answered(func, *args)
         if func in READING:
             return self._slots.each(func, args, kwargs)
         if func == REPLACING and self._slots.has_values(args[0]):
@@ -224,6 +230,11 @@ def _holds_per_slot(args: Any, kwargs: Any) -> bool:
     return any(type(x) is PerSlot for x in args) or any(
         type(x) is PerSlot for x in kwargs.values()
     )
+
+
+def _is_whole(func: Callable[..., Any], asked: Tensor) -> bool:
+    """Whether what code gets is a truth or a whole number; of another number each has its own."""
+    return func in TRUTHS or not (asked.is_floating_point() or asked.is_complex())
 
 
 def _is_mixed(args: Any, kwargs: Any) -> bool:

@@ -1,8 +1,9 @@
-"""What a pass needs that no graph of its operations can hold: what is drawn, and checks.
+"""What a pass needs that no graph of its operations can hold: what is drawn, checks, answers.
 
-A rule asks for both here. An eager pass has them at once; a pass that is made into a graph is
-given what was drawn, masks of dropout for the most part, and leaves its checks to be looked at
-when the graph has run (``graph.py``).
+A rule asks for them here. An eager pass has them at once; a pass that is made into a graph is
+given what was drawn, masks of dropout for the most part, and what its code was answered where it
+asked a tensor for a number (``if mask.all():``). It leaves checks, to be looked at when the graph
+has run (``graph.py``): of what it refuses, and of whether these would be the answers again.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from shoal.bernoulli import dropout_mask_
 from shoal.fusion.declined import Untraceable
+from shoal.fusion.level import plainly
 from shoal.fusion.perslot import values_of
 from shoal.fusion.streams import SlotStreams
 
@@ -73,6 +75,9 @@ Ask = Mask | Numbers
 """What is drawn outside of a pass. Two of one ``shape`` differ in nothing but rates."""
 
 
+Answer = bool | int
+
+
 class Outside(Protocol):
     """Where a pass has what is drawn from, and where its checks go."""
 
@@ -90,6 +95,13 @@ class Outside(Protocol):
 
     def holds(self, truth: Tensor) -> bool:
         """Whether a truth of all slots is one: code that checks its numbers goes on if it is."""
+        ...
+
+    def answer(self, asked: Tensor, ask: Callable[[], Answer]) -> Answer:
+        """What code gets that asks a tensor [N, 1, ...] for one truth or whole number.
+
+        ``ask`` asks each slot; all of them say the same, or it raises.
+        """
         ...
 
     def loops(self, name: str) -> None:
@@ -118,25 +130,31 @@ class AtOnce:
         """Asked here, as the trial alone does."""
         return bool(truth)
 
+    def answer(self, asked: Tensor, ask: Callable[[], Answer]) -> Answer:
+        """Asked here, as the trial alone does."""
+        return ask()
+
     def loops(self, name: str) -> None:
         """It may."""
 
 
 class Heard(AtOnce):
-    """The same, and what was drawn is kept: a graph of this pass would be given it.
+    """The same, and what was drawn and answered is kept: a graph of this pass would be given it.
 
     Attributes:
         asked, drawn: the masks and numbers, in the order of the pass.
+        answers: the same of what code asked.
     """
 
     def __init__(self, streams: SlotStreams) -> None:
         super().__init__(streams)
         self.asked: list[Ask] = []
         self.drawn: list[Tensor] = []
+        self.answers: list[Answer] = []
 
     def restart(self) -> None:
         """What was drawn until now is undone; the pass begins anew."""
-        self.asked, self.drawn = [], []
+        self.asked, self.drawn, self.answers = [], [], []
 
     def masks(self, ask: Ask) -> Tensor:
         """Drawn, and kept."""
@@ -145,16 +163,25 @@ class Heard(AtOnce):
         self.drawn.append(found)
         return found
 
+    def answer(self, asked: Tensor, ask: Callable[[], Answer]) -> Answer:
+        """Asked, and kept."""
+        found = super().answer(asked, ask)
+        self.answers.append(found)
+        return found
+
 
 class Given:
     """What a pass has that is made into a graph: what is drawn is an input, checks are outputs.
+
+    ``answers``: what its code was told; None where there is no other graph for other answers.
 
     Attributes:
         checks: for each, whether it holds: a tensor of no dimensions.
     """
 
-    def __init__(self, masks: Sequence[Tensor]) -> None:
+    def __init__(self, masks: Sequence[Tensor], answers: Sequence[Answer] | None = ()) -> None:
         self._masks: Iterator[Tensor] = iter(masks)
+        self._answers = None if answers is None else iter(answers)
         self.checks: list[Tensor] = []
 
     def masks(self, ask: Ask) -> Tensor:
@@ -172,6 +199,18 @@ class Given:
         """It is taken to; the graph's checks tell."""
         self.checks.append(truth)
         return True
+
+    def answer(self, asked: Tensor, ask: Callable[[], Answer]) -> Answer:
+        """As the pass was told; whether that is so of another batch, the graph's checks tell."""
+        if self._answers is None:
+            raise Untraceable("it asks a tensor for a number, by which its code may go other ways")
+        found = next(self._answers, None)
+        if found is None:
+            raise Untraceable("it asks tensors for other numbers when it is run again")
+        with plainly():
+            same = (asked != 0) == found if isinstance(found, bool) else asked == found
+            self.checks.append(same.all())
+        return found
 
     def loops(self, name: str) -> None:
         """What draws by the values of a tensor, or runs for each slot, has no place in a graph."""

@@ -93,6 +93,12 @@ class Slots:
             found.setdefault(values if len(values) > 1 else values[0], []).append(slot)
         return found
 
+    def answered(self, function: Callable[..., Any], tensor: Tensor) -> Any:
+        """What ``function`` makes of a tensor of one number: a truth, or a whole number."""
+        return self.outside.answer(
+            self.level.stacked(tensor), lambda: self.each(function, (tensor,))
+        )
+
     def each(self, function: Callable[..., Any], args: Any = (), kwargs: Any = None) -> Any:
         """``function`` slot by slot, each with its own numbers: right for anything.
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -37,23 +38,26 @@ from shoal.fusion.level import entered
 from shoal.fusion.likeness import same_bits
 from shoal.fusion.member import Member
 from shoal.fusion.outputs import by_slot, taken_apart
-from shoal.fusion.outside import Ask, Given, Heard, Outside, draw
+from shoal.fusion.outside import Answer, Ask, Given, Heard, Outside, draw
 from shoal.fusion.slots import Slots
 from shoal.kernelchoice import repeatable
 
 MOST = 6
-"""Graphs that are kept: of steps, and of evaluations of batches of a few layouts."""
+"""Passes of which graphs are kept: of steps, and of evaluations of batches of a few layouts."""
+MOST_WAYS, MOST_STRAYS = 2, 8
+"""Graphs of one such pass, for other answers; passes of which none held, until it has none."""
 PATIENCE = 32
 """Eager passes between two tries to make a graph again, where slots' floats have changed."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Kept:
     """One pass's graph, and how far it is trusted."""
 
     constants: tuple[str, ...] = ()  # of the slots it was made for
     graph: Graph | None = None
     form: Sequence[Any] = ()  # of its output, alone; nothing where nobody reads it
+    answers: tuple[Answer, ...] = ()  # that its code had of tensors
     masks: tuple[Ask, ...] = ()
     crew: int = -1  # the members whose rates the masks have
     rates: tuple[str, ...] = ()  # of the slots then, with all other floats
@@ -67,6 +71,36 @@ class Kept:
         self.graph, self.proven, self.waits = None, False, PATIENCE
 
 
+@dataclass(slots=True)
+class Ways:
+    """Graphs of one pass, the last that held first: one for each answer of code that asks.
+
+    A transformer's code asks whether a batch is padded at all, and goes on in another way.
+    """
+
+    kept: list[Kept]
+    strays: int = 0
+
+    def first(self, kept: Kept) -> None:
+        """This one held."""
+        self.strays = max(0, self.strays - 1)
+        if self.kept[0] is not kept:
+            self.kept.remove(kept)
+            self.kept.insert(0, kept)
+
+    def for_answers(self, answers: Sequence[Answer]) -> Kept | None:
+        """The one that an eager pass with these answers tells of; None: of no graph."""
+        if self.strays > MOST_STRAYS:
+            self.kept[:] = [Kept(declined="its code goes another way in nearly every batch")]
+        for kept in self.kept:
+            if kept.graph is None or kept.answers == tuple(answers):
+                return kept
+        if len(self.kept) == MOST_WAYS:
+            return None
+        self.kept.append(Kept(repeats=self.kept[0].repeats))
+        return self.kept[-1]
+
+
 class TracedBackend(StackedBackend):
     """Runs graphs of its own eager passes.
 
@@ -77,9 +111,10 @@ class TracedBackend(StackedBackend):
         is_paused: It trains eagerly, and makes no graphs, for now.
         makes_more: Whether it makes graphs of passes over batches of other layouts.
         quickens: Whether its graphs do without what they need not do.
+        answers: Whether they hold what code was answered that asks tensors for numbers.
     """
 
-    quickens = True
+    quickens = answers = True
     makes_more = True
 
     def __init__(self, launcher: Launcher | None = None) -> None:
@@ -87,7 +122,7 @@ class TracedBackend(StackedBackend):
         self._launcher = launcher
         self.steps = launcher.of_steps() if launcher else None
         self._launched: Hashable = None  # whose graph that is
-        self._kept: dict[Hashable, Kept] = {}
+        self._ways: dict[Hashable, Ways] = {}
         self._crews = 0
         self._constants: tuple[str, ...] = ()  # of the slots' code now
         self._rates: tuple[str, ...] = ()  # the same with what masks have
@@ -116,17 +151,20 @@ class TracedBackend(StackedBackend):
     @property
     def why_eager(self) -> str:
         """Why some pass has no graph; empty if all have one, or may get one yet."""
-        return next((kept.declined for kept in self._kept.values() if kept.declined), "")
+        return next((kept.declined for kept in self._all() if kept.declined), "")
 
     @property
     def learns(self) -> bool:
         """Whether some pass has a graph that is to be compared still, or may get one."""
-        return any(not (kept.proven or kept.declined) for kept in self._kept.values())
+        return any(not (kept.proven or kept.declined) for kept in self._all())
 
     @property
     def nodes(self) -> int:
         """Of the largest graph there is."""
-        return max((k.graph.nodes for k in self._kept.values() if k.graph is not None), default=0)
+        return max((k.graph.nodes for k in self._all() if k.graph is not None), default=0)
+
+    def _all(self) -> Iterator[Kept]:
+        return chain.from_iterable(ways.kept for ways in self._ways.values())
 
     def train(
         self, crew: Crew, batches: Sequence[Any], active: Sequence[bool], scale: float
@@ -140,23 +178,22 @@ class TracedBackend(StackedBackend):
     def _train(
         self, crew: Crew, batches: Sequence[Any], active: Sequence[bool], scale: float
     ) -> Trained:
-        kept = self._kept_for(crew, filled(batches, active))
-        if kept is not None and self._is_ready(kept):
-            inputs = self._inputs(crew, kept.masks, batches, active, scale)
-            ran = self._replay(kept, crew, inputs, active)
-            if ran is not None:
-                add_gradients(crew.stacked.parameters, ran.gradients, active, adds=scale != 1)
-                return Trained(masked(ran.losses, active), {})
+        ways = self._ways_for(crew, filled(batches, active))
+        replayed = self._replayed(ways, crew, batches, active, scale) if ways else None
+        if replayed is not None:
+            ran, _ = replayed
+            add_gradients(crew.stacked.parameters, ran.gradients, active, adds=scale != 1)
+            return Trained(masked(ran.losses, active), {})
         is_first = all(block.grad is None for block in crew.stacked.parameters.values())
-        with self._listening(crew) as heard, _kernels(kept, crew):
+        with self._listening(crew) as heard, _kernels(ways.kept[0] if ways else None, crew):
             trained = super().train(crew, batches, active, scale)
         lacks = self._lacks_inputs(crew, batches)  # as it turned out
-        if kept is not None and is_first and not trained.failures and not lacks:
+        if ways is not None and is_first and not trained.failures and not lacks:
             blocks = crew.stacked.parameters
             gradients = {k: b.grad for k, b in blocks.items() if b.grad is not None}
             inputs = self._inputs(crew, (), batches, active, scale)
             eager = Ran(trained.losses, gradients, (), True)
-            self._learn_from(kept, crew, inputs, filled(batches, active)[0], active, heard, eager)
+            self._learn_from(ways, crew, inputs, filled(batches, active)[0], active, heard, eager)
         return trained
 
     def evaluate(self, crew: Crew, batches: Sequence[Any], active: Sequence[bool]) -> Evaluated:
@@ -165,34 +202,33 @@ class TracedBackend(StackedBackend):
             return self._evaluate(crew, ready, active)
 
     def _evaluate(self, crew: Crew, batches: Sequence[Any], active: Sequence[bool]) -> Evaluated:
-        kept = self._kept_for(crew, filled(batches, active))
-        if kept is not None and self._is_ready(kept):
-            inputs = self._inputs(crew, kept.masks, batches, active, None)
-            ran = self._replay(kept, crew, inputs, active)
-            if ran is not None:
-                outputs = _unstacked(kept.form, ran.others, crew.width)
-                return Evaluated(masked(ran.losses, active), outputs)
-        with self._listening(crew) as heard, _kernels(kept, crew):
+        ways = self._ways_for(crew, filled(batches, active))
+        replayed = self._replayed(ways, crew, batches, active, None) if ways else None
+        if replayed is not None:
+            ran, form = replayed
+            outputs = _unstacked(form, ran.others, crew.width)
+            return Evaluated(masked(ran.losses, active), outputs)
+        with self._listening(crew) as heard, _kernels(ways.kept[0] if ways else None, crew):
             found = super().evaluate(crew, batches, active)
-        if kept is not None and not self._lacks_inputs(crew, batches):
+        if ways is not None and not self._lacks_inputs(crew, batches):
             inputs = self._inputs(crew, (), batches, active, None)
             others = _stacked(found.outputs) if crew.members[0].recipe.metrics else ()
             eager = Ran(found.losses, {}, others, True)
             one = filled(batches, active)[0]
-            self._learn_from(kept, crew, inputs, one, active, heard, eager)
+            self._learn_from(ways, crew, inputs, one, active, heard, eager)
         return found
 
     # -- which graph ----------------------------------------------------------------------
 
-    def _kept_for(self, crew: Crew, batches: Sequence[Any]) -> Kept | None:
+    def _ways_for(self, crew: Crew, batches: Sequence[Any]) -> Ways | None:
         """What is known of a pass over such batches; None where there can be no graph."""
         if holds_floats(batches[0]) or self._lacks_inputs(crew, batches):
             return None
         is_training = crew.members[0].module.training
         key = (torch.is_grad_enabled(), is_training, layout_of(batches[0]))
-        if key not in self._kept and (len(self._kept) >= MOST or not self.makes_more):
+        if key not in self._ways and (len(self._ways) >= MOST or not self.makes_more):
             return None
-        return self._kept.setdefault(key, Kept())
+        return self._ways.setdefault(key, Ways([Kept()]))
 
     def _is_ready(self, kept: Kept) -> bool:
         if kept.graph is None or not kept.proven or kept.constants != self._constants:
@@ -229,6 +265,24 @@ class TracedBackend(StackedBackend):
             found = torch.tensor(active, dtype=self._dtype, device=crew.device) * scale
             self._weights = key, found
         return self._weights[1]
+
+    def _replayed(
+        self,
+        ways: Ways,
+        crew: Crew,
+        batches: Sequence[Any],
+        active: Sequence[bool],
+        scale: float | None,
+    ) -> tuple[Ran, Sequence[Any]] | None:
+        """By the graph whose answers are those of these batches, with the form of its output."""
+        ready = [kept for kept in ways.kept if self._is_ready(kept)]
+        for kept in ready:
+            inputs = self._inputs(crew, kept.masks, batches, active, scale)
+            if (ran := self._replay(kept, crew, inputs, active)) is not None:
+                ways.first(kept)
+                return ran, kept.form
+        ways.strays += bool(ready)
+        return None
 
     def _replay(
         self, kept: Kept, crew: Crew, inputs: Inputs, active: Sequence[bool]
@@ -268,7 +322,7 @@ class TracedBackend(StackedBackend):
 
     def _learn_from(
         self,
-        kept: Kept,
+        ways: Ways,
         crew: Crew,
         inputs: Inputs,
         batch: Any,
@@ -277,7 +331,8 @@ class TracedBackend(StackedBackend):
         eager: Ran,
     ) -> None:
         """Make a graph beside this eager pass, or hold the one that there is against it."""
-        if kept.declined:
+        kept = ways.for_answers(heard.answers)
+        if kept is None or kept.declined:
             return
         if kept.waits and kept.constants != self._constants:
             kept.waits -= 1
@@ -289,7 +344,7 @@ class TracedBackend(StackedBackend):
                 kept.forget()
                 return
             if kept.graph is None:
-                self._make(kept, crew, inputs, batch, active)
+                self._make(kept, crew, inputs, batch, active, heard.answers)
             elif kept.proven:  # by other members, whose rates may have gone elsewhere too
                 self._require_masks(kept, heard)
             with _kernels(kept, crew):
@@ -304,15 +359,26 @@ class TracedBackend(StackedBackend):
         kept.masks, kept.crew, kept.rates = tuple(heard.asked), self._crews, self._rates
 
     def _make(
-        self, kept: Kept, crew: Crew, inputs: Inputs, batch: Any, active: Sequence[bool]
+        self,
+        kept: Kept,
+        crew: Crew,
+        inputs: Inputs,
+        batch: Any,
+        active: Sequence[bool],
+        answers: Sequence[Answer],
     ) -> None:
-        kept.constants, kept.waits = self._constants, 0
+        kept.constants, kept.waits, kept.answers = self._constants, 0, tuple(answers)
         with _kernels(kept, crew):
-            kept.graph, kept.form = self._captured(crew, inputs, batch, active)
+            kept.graph, kept.form = self._captured(crew, inputs, batch, active, answers)
         kept.crew = -1
 
     def _captured(
-        self, crew: Crew, inputs: Inputs, batch: Any, active: Sequence[bool]
+        self,
+        crew: Crew,
+        inputs: Inputs,
+        batch: Any,
+        active: Sequence[bool],
+        answers: Sequence[Answer],
     ) -> tuple[Graph, Sequence[Any]]:
         """A graph of the pass, and the form of its output.
 
@@ -325,7 +391,7 @@ class TracedBackend(StackedBackend):
         def code(
             blocks: Mapping[str, Tensor], leaves: Sequence[Tensor], masks: Sequence[Tensor]
         ) -> Left:
-            outside, others = Given(masks), []
+            outside, others = Given(masks, answers if self.answers else None), []
             with entered(crew.width) as level:
                 slots = Slots(level, crew.streams, active, outside)
                 mine = rebuilt(batch, iter([level.slotted(leaf) for leaf in leaves]))
@@ -342,16 +408,16 @@ class TracedBackend(StackedBackend):
         if (module := crew.members[0].module).training:  # this batch may leave them as they were
             graph.writes = tuple(dict.fromkeys((*graph.writes, *written_silently(module))))
         graph.look(inputs)
-        self._launch(graph, inputs, batch, sums=crew.members[0].recipe.accumulate > 1)
+        way = layout_of(batch), tuple(answers)
+        self._launch(graph, inputs, way, sums=crew.members[0].recipe.accumulate > 1)
         return graph, form[-1:]
 
-    def _launch(self, graph: Graph, inputs: Inputs, batch: Any, *, sums: bool) -> None:
+    def _launch(self, graph: Graph, inputs: Inputs, way: Hashable, *, sums: bool) -> None:
         """Of the batches that are met first; what it holds of a GPU's memory is held for good."""
-        layout = layout_of(batch)
-        is_first = self._launched is None or self._launched == layout
+        is_first = self._launched is None or self._launched == way
         if self._launcher is None or inputs.weights is None or not is_first:
             return
-        self._launched, held = layout, len(inputs.parameters)
+        self._launched, held = way, len(inputs.parameters)
         written = [held + at for at, name in enumerate(inputs.buffers) if name in graph.writes]
         graph.run = self._launcher.of_graph(graph.run, held, written, hands_out=sums)
 

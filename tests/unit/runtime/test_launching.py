@@ -447,7 +447,7 @@ def rest(desk, group, backend):
 def test_an_array_has_the_graphs_of_the_one_before_of_its_kind(desk):
     first = array_of(None)
     steps(first)
-    graphs = [kept.graph for kept in first.backend._kept.values()]
+    graphs = [kept.graph for kept in first.backend._all()]
     rest(desk, "a", first.backend)
     assert not first.backend._known  # of no trial any more
 
@@ -461,7 +461,7 @@ def test_an_array_has_the_graphs_of_the_one_before_of_its_kind(desk):
     )
     assert steps(later) == steps(alone)
     assert same(later, alone)
-    assert [kept.graph for kept in again._kept.values()] == graphs
+    assert [kept.graph for kept in again._all()] == graphs
 
 
 def test_few_are_kept_and_none_on_a_gpu(desk):

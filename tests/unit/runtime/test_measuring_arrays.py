@@ -232,9 +232,9 @@ def test_the_graph_of_an_evaluation_is_made_before_one_is_timed(monkeypatch):
         if not isinstance(array.backend, Quick):  # counted in its place
             return evaluated(array, valid)
         seen.append(array.backend.nodes)
-        graphs = [kept.graph for kept in array.backend._kept.values() if kept.proven]
+        graphs = [kept.graph for kept in array.backend._all() if kept.proven]
         found = evaluated(array, valid)
-        assert [kept.graph for kept in array.backend._kept.values()] == graphs
+        assert [kept.graph for kept in array.backend._all()] == graphs
         return found
 
     monkeypatch.setattr(widths, "evaluated", spy)
@@ -440,8 +440,8 @@ def test_graphs_are_made_of_the_first_steps_batches_and_no_others():
     backend = here._works[1].args[0].backend
     first = here._crowd.steps(WIDTH)[: crowd.LEARNS]
     lengths = {len(batch[1]) for (slots,) in first for batch in slots}
-    assert len(backend._kept) == len(lengths)
-    assert all(kept.proven for kept in backend._kept.values())
+    assert len(backend._ways) == len(lengths)
+    assert all(kept.proven for kept in backend._all())
 
 
 def test_trials_are_compared_on_the_first_batches_of_one_length():
