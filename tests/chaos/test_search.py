@@ -25,6 +25,7 @@ from shoal.core.event import (
     StudyPaused,
     TrialFinished,
     TrialParked,
+    TrialPlanned,
     TrialPruned,
     TrialResumed,
     TrialStarted,
@@ -356,6 +357,36 @@ class _Stream:
 def _endless(hp):
     train, valid = searches.data(hp)
     return _Stream(list(train)), valid
+
+
+def _endless_if_wide(hp):
+    return (_endless if hp["width"] > 8 else searches.data)(hp)
+
+
+def test_a_later_trial_whose_data_has_no_known_length_fails_alone_also_on_going_on(
+    tmp_path, warm_workers
+):
+    recipe = shoal.Recipe(model=_wide, data=_endless_if_wide, loss=searches.loss)
+
+    def run(**options):
+        study = shoal.Study(
+            *("k", recipe), space={"width": shoal.integer(2, 20), "lr": shoal.uniform(0, 1)},
+            trials=6, epochs=2, generation=2, sampler=Scripted({4: 9}), pruner="asha",
+            directory=tmp_path,
+        )  # fmt: skip
+        return studies.run(study, warm_workers, **options)
+
+    def stop(event):
+        if isinstance(event, TrialPlanned) and event.trial >= 4:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(SystemExit):
+        run(callbacks=[stop])
+    report = run()
+    assert "FAILED" not in states(report)[:4] + states(report)[5:]
+    assert "trial 4" in report.trials[4].error
+    assert "does not say how many batches" in report.trials[4].error
+    assert not report.trials[4].history
 
 
 @pytest.mark.full

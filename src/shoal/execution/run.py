@@ -28,6 +28,7 @@ from shoal.execution.pausing import Pausing
 from shoal.execution.recovery import Recovery
 from shoal.execution.replanning import Replanning
 from shoal.execution.rewind import leave_now
+from shoal.execution.rungs import check_moments
 from shoal.execution.searching import Searching
 from shoal.execution.trial import Start, TrialRun, total_steps
 from shoal.execution.watchdog import Backoff, Watchdog
@@ -246,6 +247,17 @@ class Execution:
             return self._replanning.plan(trials)
         finally:
             self._recovery.planned()
+
+    def plan_points(self, trials: Sequence[TrialSpec]) -> Planned:
+        """Measure trials that the study's search asks for, while the others run.
+
+        Raises:
+            PlanError, SpecError, TrialError, WorkerError: they cannot run, or not be pruned.
+        """
+        planned = self.plan(trials)
+        if self._searching.prunes:
+            check_moments(planned, self._settings)
+        return planned
 
     def add(self, planned: Planned, starts: Mapping[int, Start]) -> None:
         """Run what ``plan`` planned beside the others."""

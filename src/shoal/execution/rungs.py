@@ -22,11 +22,11 @@ def steps_between(settings: Settings, num_batches: int | None, accumulate: int) 
     return None if num_batches is None else -(-num_batches // accumulate)
 
 
-def check_rungs(planned: Planned, settings: Settings) -> None:
-    """Refuse a pruner for trials that have no known moments to be pruned at.
+def check_moments(planned: Planned, settings: Settings) -> list[int]:
+    """How often each trial is evaluated; refuse a pruner for one of which nobody knows.
 
     Raises:
-        PlanError: data of no known length, or no trial is evaluated before its end.
+        PlanError: data of no known length.
     """
     evaluations = []
     for job in planned.plan.jobs:
@@ -36,10 +36,21 @@ def check_rungs(planned: Planned, settings: Settings) -> None:
         if total is None or every is None:
             raise PlanError(
                 f"the pruner has to know when trial {job.trial} is evaluated and when it ends, "
-                "and its training data does not say how many batches it has. Give it a __len__, "
+                "and its training data does not say how many batches it has. Give it a __len__ "
+                "(of a DataLoader over an IterableDataset it is a guess, which nothing goes by), "
                 "or the study steps= and eval_every=."
             )
         evaluations.append(-(-total // every))
+    return evaluations
+
+
+def check_rungs(planned: Planned, settings: Settings) -> None:
+    """Refuse a pruner for trials that have no known moments to be pruned at.
+
+    Raises:
+        PlanError: data of no known length, or no trial is evaluated before its end.
+    """
+    evaluations = check_moments(planned, settings)
     if evaluations and max(evaluations) < 2:
         raise PlanError(
             "the pruner ends trials between two evaluations, and no trial is evaluated before its "

@@ -66,6 +66,11 @@ class Searching:
         idle = not (self._is_busy or self._has_failed)
         return self._search is not None and idle and self._search.can_ask
 
+    @property
+    def prunes(self) -> bool:
+        """Whether trials of the search wait at rungs, and may end there."""
+        return isinstance(self._search, Search) and self._search.prunes
+
     def enroll(self, state: TrialRun, num_batches: int | None) -> None:
         """A trial is there: how often is it evaluated?"""
         trial, search = state.job.trial, self._search

@@ -224,7 +224,7 @@ class Commands:
         """
         larger = with_searched(self._record, points)
         new = [trial.to_spec() for trial in larger.trials[len(self._record.trials) :]]
-        planned = plan_some(self._execution.plan, new, self._execution.first_plan)
+        planned = plan_some(self._execution.plan_points, new, self._execution.first_plan)
         self._admit(larger, new, planned, {})
 
     def _add(self, larger: StudyRecord, starts: Mapping[int, Start]) -> None:

@@ -14,7 +14,7 @@ from shoal.core.technique import Spilled, Technique
 from shoal.core.units import Bytes, counted, format_bytes, list_some
 from shoal.execution.firstplan import FirstPlan
 from shoal.execution.floor import Sink
-from shoal.execution.rungs import check_population, check_rungs, check_validated
+from shoal.execution.rungs import check_moments, check_population, check_rungs, check_validated
 from shoal.execution.trial import total_steps
 from shoal.hardware import Hardware, free_memory, is_in_memory
 from shoal.kernelchoice import KernelChoice
@@ -141,8 +141,15 @@ def plan_study(
         FirstPlan(who, pool, limits.watchdog, slow_s=limits.slow_s, sink=sink)
         for who in (planner, planner.forced(technique, 1.0))
     )
+
+    def make(some: Sequence[TrialSpec]) -> Planned:
+        found = first.make(some)
+        if study.search.pruner is not None:
+            check_moments(found, settings)
+        return found
+
     planned = plan_known_first(
-        first.make,
+        make,
         trials,
         new if built else (),
         try_built=lambda: alone.make(built),

@@ -176,6 +176,11 @@ class Search:
         return None if facts is None else facts.pruned_at
 
     @property
+    def prunes(self) -> bool:
+        """Whether trials are ended at rungs."""
+        return self._rule is not None
+
+    @property
     def why(self) -> str:
         """What is to say of a trial that is pruned; the metric follows."""
         return self._rule.why if self._rule is not None else ""
