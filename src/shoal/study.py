@@ -278,7 +278,8 @@ class Study:
                 be quickest; a number is that width; ``"off"`` is none. ``"16-compiled"`` also
                 says how passes run: eager, traced, compiled or branches (each slot's own kernels).
                 ``"16/4/1"``: where a pruner leaves 4 trials of a generation or fewer, they go
-                on in arrays of 4, and the last one by itself.
+                on in arrays of 4, and the last one by itself. Where a sampler is asked for no
+                more than 2 at a time (``generation=2``), all begin in arrays of 4.
                 Trials that trained before stay what they were (see ``accept_numerics``). None:
                 as was asked of the study last, and a new one not at all, since an array's
                 kernels round in other ways than a trial's alone.

@@ -184,6 +184,7 @@ def _times_of(study: Asked, settings: Settings) -> Times:
         eta=ETA if search.halves else None,
         prunes=search.pruner is not None and not search.varied,
         generation=search.generation,
+        at_once=search.num_waiting or None,  # whatever the number of trials: that may grow
         changes=changes_of(search.varied_space) if search.varied else None,
     )
 

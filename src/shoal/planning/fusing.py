@@ -109,10 +109,10 @@ class Fusing:
         on_record: Wish = None,
         reseats: bool = False,
     ) -> None:
-        self._wish = on_record if wish is None else wish
+        self._wish, self._times = on_record if wish is None else wish, times or Times()
         self._now, self._devices = dict(now), len(devices)
-        self._wished, self._times = width_wished(self._wish), times or Times()
-        self._reseating = Reseating(width_wished(wish), steps, accepts=reseats)
+        self._wished, wished = (width_wished(w, self._times.at_once) for w in (self._wish, wish))
+        self._reseating = Reseating(wished, steps, accepts=reseats)
         self._recorded = {**now, **recorded}
         for trial, key in now.items():  # of which more may be on record than the study knows
             self._recorded[trial] = longer(self._recorded[trial], key)

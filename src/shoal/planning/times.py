@@ -20,8 +20,9 @@ class Times:
 
     ``total`` gives the steps of a trial, of the batches of an epoch and those of a step.
     ``eta``: of so many trials one goes on at a rung; None: nobody can say. ``prunes``: not all go
-    on at rungs, where so many of a ``generation`` wait for each other. ``changes``: settings of a
-    trial may change on the way.
+    on at rungs, where so many of a ``generation`` wait for each other, and at most so many trials
+    train ``at_once`` before others end; None: nobody can say. ``changes``: settings of a trial may
+    change on the way.
     """
 
     total: Callable[[int | None, int], int | None] = lambda batches, each: None
@@ -30,6 +31,7 @@ class Times:
     eta: int | None = None
     prunes: bool = False
     generation: int = 0
+    at_once: int | None = None
     changes: Changes | None = None
 
     def load(

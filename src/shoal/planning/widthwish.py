@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from shoal.core.errors import SpecError
+from shoal.core.seats import ALONE
 from shoal.core.spec import PassKind
 from shoal.planner.narrower import Narrower
 from shoal.planner.width import MOST
@@ -28,6 +29,17 @@ class WidthWish(NamedTuple):
     kind: PassKind | None = None
     rest: tuple[Narrower, ...] = ()
 
+    def for_most(self, trials: int | None) -> WidthWish:
+        """The wish where never more ``trials`` train side by side; None: nobody knows.
+
+        It begins with the narrowest of its widths that holds them all.
+        """
+        for narrow in self.rest[::-1]:
+            if trials is not None and narrow.width != ALONE and trials <= narrow.most:
+                rest = tuple(less for less in self.rest if less.width < narrow.width)
+                return self._replace(width=narrow.width, rest=rest)
+        return self
+
 
 def refusal(wish: object, instead: str) -> SpecError:
     """Of words that are no wish; ``instead`` is what to write."""
@@ -38,8 +50,8 @@ def refusal(wish: object, instead: str) -> SpecError:
     )
 
 
-def width_wished(wish: Wish) -> WidthWish | None:
-    """The width that was asked for; None if none was.
+def width_wished(wish: Wish, at_once: int | None = None) -> WidthWish | None:
+    """The width that was asked for, where so many trials train ``at_once``; None if none was.
 
     Raises:
         SpecError: the words are none of these.
@@ -58,4 +70,5 @@ def width_wished(wish: Wish) -> WidthWish | None:
     if len(widths) > 1 and kind in ONE_WIDTH:
         raise SpecError(f"passes that are {kind} are of one width, got fuse={wish!r}.")
     known = next((known for known in KINDS if known == kind), None)
-    return WidthWish(widths[0], known, tuple(Narrower(width, width) for width in widths[1:]))
+    rest = tuple(Narrower(width, width) for width in widths[1:])
+    return WidthWish(widths[0], known, rest).for_most(at_once)

@@ -356,6 +356,22 @@ def kinds(jobs):
     return [job.array.kind if job.array else None for job in jobs]
 
 
+@pytest.mark.parametrize(
+    ("at_once", "begins"),
+    [(2, (4, "traced", ((1, 1),))), (4, (4, "traced", ((1, 1),))), (5, None), (None, None)],
+)
+def test_trials_begin_in_the_narrowest_named_array_that_holds_all_that_train_at_once(
+    at_once, begins
+):
+    asked = width_wished("16/4/1 traced", at_once)
+    assert asked == (begins or (16, "traced", ((4, 4), (1, 1))))
+    assert width_wished(16, at_once) == (16, None, ())
+    times = Times(prunes=True, generation=1, at_once=at_once)
+    fusing = Fusing("16/4/1", [make_device(memory=2**28)], {}, times)
+    jobs = place("16/4/1", range(2), fusing=fusing)
+    assert {job.array.width for job in jobs} == {begins[0] if begins else 16}
+
+
 def test_words_for_a_width_may_say_how_passes_run():
     assert width_wished(16) == (16, None, ())
     assert width_wished("16 compiled") == (16, "compiled", ())
