@@ -120,6 +120,8 @@ def test_an_unknown_public_name_is_an_attribute_error() -> None:
         _ = shoal.nothing
     with pytest.raises(AttributeError, match=r"did you mean log_uniform\?"):
         _ = shoal.loguniform
+    with pytest.raises(AttributeError, match=r"did you mean integer\?"):
+        _ = shoal.randint
 
 
 def test_starting_the_command_line_costs_less_than_a_third_of_a_second() -> None:

@@ -84,6 +84,16 @@ _HOMES = {
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
+_ELSEWHERE = {
+    **dict.fromkeys(("randint", "qrandint", "suggest_int"), "integer"),
+    **dict.fromkeys(("categorical", "suggest_categorical"), "choice"),
+    **dict.fromkeys(("quniform", "suggest_float"), "uniform"),
+    **dict.fromkeys(("qloguniform", "suggest_loguniform"), "log_uniform"),
+    "grid_search": "grid",
+    "lograndint": "integer(lo, hi, log=True)",
+}
+"""What other libraries call a name of a search space."""
+
 
 def __getattr__(name: str) -> Any:
     """Import a public name from its home the first time it is asked for."""
@@ -91,6 +101,7 @@ def __getattr__(name: str) -> Any:
         import difflib  # only for a mistake
 
         close = difflib.get_close_matches(name, __all__, n=1)
+        close = [_ELSEWHERE[name]] if name in _ELSEWHERE else close
         meant = f"; did you mean {', '.join(close)}?" if close else ""
         raise AttributeError(f"module 'shoal' has no attribute {name!r}{meant}")
     if name == "errors":

@@ -51,7 +51,13 @@ from shoal.source import stop_reading
 
 
 @names_what_is_meant(
-    **dict.fromkeys(("direction", "optimize", "goal"), "mode"),
+    dict.fromkeys(
+        ("points_to_evaluate", "enqueue", "initial_points"),
+        "trials come from its sampler. Add those of yours as cold clones, "
+        "which no sampler is told of: shoal clone STUDY 0 --set lr=0.001 --cold.",
+    ),
+    **dict.fromkeys(("direction", "directions", "optimize", "goal"), "mode"),
+    **dict.fromkeys(("metrics", "metric_name", "monitor"), "metric"),
     **dict.fromkeys(("n_trials", "num_trials", "max_trials", "num_samples"), "trials"),
     **dict.fromkeys(("config", "param_space", "search_space", "params", "hp"), "space"),
     **dict.fromkeys(("scheduler", "early_stopping"), "pruner"),

@@ -61,9 +61,12 @@ def check_metric(recipe: Recipe, metric: str, mode: str) -> None:
     Raises:
         SpecError: the recipe does not measure that, or the mode is none.
     """
-    one_of("mode", mode, ("min", "max"))
     if not isinstance(metric, str):
-        raise SpecError(f"metric is a name, such as 'valid_loss', got {metric!r}.")
+        raise SpecError(
+            f"metric is a name, such as 'valid_loss', got {metric!r}. A study compares its trials "
+            "by one; what else the recipe measures is beside it in its tables and curves."
+        )
+    one_of("mode", mode, ("min", "max"))
     known = {"train_loss", "valid_loss", *(f"valid_{name}" for name in recipe.metrics)}
     its_own = recipe.step is not None and metric.startswith(("train_", "valid_"))
     if metric not in known and not its_own:  # a step names its losses when it runs

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shoal.core.arguments import says_instead
 from shoal.core.errors import SpecError
 from shoal.core.spec import Scalar
 from shoal.core.values import flag, is_number, plain
@@ -106,11 +107,19 @@ def find_equal(values: Iterable[Scalar]) -> tuple[Scalar, Scalar] | None:
     return None
 
 
+_STEPS = (
+    "ranges have no steps. Let {} be how many of them, such as integer(1, 8) for 8, 16, ..., 64, "
+    "and multiply in the recipe; or list values: choice(8, 16, 32)."
+)
+
+
+@says_instead(step=_STEPS.format("a whole number"), log="write log_uniform(lo, hi).")
 def uniform(lo: float, hi: float) -> Uniform:
     """A float between ``lo`` and ``hi``."""
     return Uniform(*_bounds("uniform", lo, hi))
 
 
+@says_instead(step=_STEPS.format("a whole number"))
 def log_uniform(lo: float, hi: float) -> Uniform:
     """A float between ``lo`` and ``hi`` whose logarithm is uniform: for learning rates."""
     low, high = _bounds("log_uniform", lo, hi)
@@ -119,6 +128,7 @@ def log_uniform(lo: float, hi: float) -> Uniform:
     return Uniform(low, high, log=True)
 
 
+@says_instead(step=_STEPS.format("it"))
 def integer(lo: int, hi: int, log: bool = False) -> Integer:
     """A whole number from ``lo`` to ``hi``, both included; ``log`` spreads it over decades."""
     low, high = _bounds("integer", lo, hi)

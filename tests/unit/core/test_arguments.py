@@ -18,6 +18,8 @@ from shoal.core.errors import SpecError
         (shoal.Recipe, "optimiser", "optimizer"),
         (shoal.Recipe, "metric", "metrics"),
         (shoal.Study, "direction", "mode"),  # closer to "directory"
+        (shoal.Study, "directions", "mode"),
+        (shoal.Study, "metrics", "metric"),
         (shoal.Study, "n_trials", "trials"),
         (shoal.Study, "num_samples", "trials"),
         (shoal.Study, "config", "space"),
@@ -32,6 +34,16 @@ def test_an_argument_with_a_slip_or_of_another_library_is_told_which_was_meant(k
     assert str(caught.value) == (
         f"{kind.__name__}({given}=...) is no argument of a {kind.__name__}; did you mean {meant}=?"
     )
+
+
+def test_one_for_which_there_is_none_here_is_told_what_to_do():
+    with pytest.raises(SpecError, match=r"; trials come from its sampler.*shoal clone STUDY 0"):
+        shoal.Study(points_to_evaluate=[{"lr": 0.1}])
+    with pytest.raises(SpecError, match=r"^integer\(step=\.\.\.\): ranges have no steps"):
+        shoal.integer(8, 64, step=8)
+    with pytest.raises(SpecError, match=r"^uniform\(log=\.\.\.\): write log_uniform\(lo, hi\)"):
+        shoal.uniform(0.1, 1, log=True)
+    assert list(inspect.signature(shoal.integer).parameters) == ["lo", "hi", "log"]
 
 
 def test_one_that_is_close_to_none_is_told_all_there_are():
