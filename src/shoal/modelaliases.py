@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.core.closures import closed_over
+from shoal.core.codes import names_in
 from shoal.core.errors import SpecError
 
 DEEPEST = 4
@@ -117,7 +118,7 @@ def _names_read(model: nn.Module) -> Collection[str]:
             for name, value in vars(kind).items():
                 function = getattr(value, "fget", None) or getattr(value, "__func__", value)
                 if isinstance(function, types.FunctionType):
-                    methods.setdefault(name, set()).update(_names_in(function.__code__))
+                    methods.setdefault(name, set()).update(names_in(function.__code__))
     making = _reached(["__init__"], methods)
     return _reached(["forward", *(methods.keys() - making)], methods)
 
@@ -131,10 +132,3 @@ def _reached(names: Iterable[str], methods: Mapping[str, Collection[str]]) -> se
             found.add(name)
             waiting += methods.get(name, ())
     return found
-
-
-def _names_in(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names_in(constant)

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from shoal.core.closures import closed_over
+from shoal.core.codes import codes_in, names_in
 
 LIBRARIES = frozenset((*sys.stdlib_module_names, "numpy", "torch"))
 _STANDARD = tuple(os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))
@@ -173,21 +174,11 @@ def _parts_of_function(function: types.FunctionType) -> Iterator[Any]:
         yield function.__globals__[name]
 
 
-def names_in(code: types.CodeType) -> Iterator[str]:
-    """Of the globals and attributes that code reads, and code within."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from names_in(constant)
-
-
 def stored_in(code: types.CodeType) -> Iterator[str]:
     """The globals that code assigns, and code within."""
-    if STORES in code.co_code[::2]:  # hardly any does, and to take instructions apart is slow
-        yield from (o.argval for o in dis.get_instructions(code) if o.opcode == STORES)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from stored_in(constant)
+    for one in codes_in(code):
+        if STORES in one.co_code[::2]:  # hardly any does, and to take instructions apart is slow
+            yield from (o.argval for o in dis.get_instructions(one) if o.opcode == STORES)
 
 
 def is_library(value: Any) -> bool:

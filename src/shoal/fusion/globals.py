@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shoal.bound import code_of
+from shoal.core.codes import names_in
 from shoal.fusion.signature import DEEPEST, described
 from shoal.recipe import Recipe
-from shoal.spelled import is_library, names_in
+from shoal.spelled import is_library
 
 LONG = 1000
 """Items of which nobody looks at each."""

@@ -18,6 +18,7 @@ from cloudpickle.cloudpickle import _make_empty_cell
 from torch._library.custom_ops import CustomOpDef
 
 from shoal.core.closures import closed_over
+from shoal.core.codes import names_in
 from shoal.core.errors import SpecError
 from shoal.core.units import format_bytes
 from shoal.launch.reached import imported_for_itself, named_objects, reached
@@ -28,7 +29,6 @@ from shoal.pystate.modulestate import ModuleState, left_words
 from shoal.pystate.statepickler import Fingerprints
 from shoal.recipe import Recipe
 from shoal.source import MAINS, MODULE_NAME, Change, Named, cached, with_changes
-from shoal.spelled import names_in
 
 _WARN_BYTES = 16 * 2**20
 _MOST_ROUNDS = 3  # until no more modules, and no large values, are found that go

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
+from shoal.core.codes import codes_in
 from shoal.launch.mainfile import changed, main_files, main_modules
 from shoal.launch.maintext import is_all_known
 from shoal.launch.replaced import LEFT_OUT
@@ -117,9 +118,8 @@ _ANY = frozenset(("import_module", "__import__", "iter_modules", "walk_packages"
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
-        elif isinstance(constant, str) and constant.replace(".", "").isidentifier():
-            yield constant  # importlib.import_module("models.net")
+    for one in codes_in(code):
+        yield from one.co_names
+        texts = (constant for constant in one.co_consts if isinstance(constant, str))
+        # importlib.import_module("models.net")
+        yield from (text for text in texts if text.replace(".", "").isidentifier())

@@ -15,6 +15,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 from zipimport import zipimporter
 
+from shoal.core.codes import codes_in
 from shoal.core.errors import SpecError
 from shoal.launch.mainfile import changed
 from shoal.pystate.sentcode import ModuleCode
@@ -95,8 +96,7 @@ def _is_in(name: str, own: CodeType, code: CodeType) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _codes_in(code: CodeType) -> tuple[CodeType, ...]:
-    inner = [one for one in code.co_consts if isinstance(one, CodeType)]
-    return (*inner, *(deeper for one in inner for deeper in _codes_in(one)))
+    return tuple(codes_in(code))
 
 
 def _are_same(some: CodeType, other: CodeType) -> bool:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from shoal.bound import code_of
 from shoal.core.closures import closed_over
+from shoal.core.codes import codes_in, names_in
 from shoal.core.errors import TrialError
 from shoal.pystate.iterators import is_iterator
 from shoal.pystate.ofthread import OF_THREAD
@@ -32,7 +33,7 @@ from shoal.pystate.parts import SPACES, changing_defaults, has_attributes
 from shoal.pystate.values import NOTHING, PLAIN, STREAMS, Look, Note, look_at, put_one
 from shoal.recipe import Recipe
 from shoal.source import MAINS
-from shoal.spelled import code_met, is_library, names_in, spelled, stored_in
+from shoal.spelled import code_met, is_library, spelled, stored_in
 
 DATA = (*PLAIN, type(None), list, dict, set, deque, tuple, Tensor, np.ndarray, *STREAMS, *SPACES)
 """What code may keep something in, beside iterators, functions and objects of the user's."""
@@ -459,10 +460,8 @@ def _codes(
 
 def _free_in(code: types.CodeType) -> Iterator[str]:
     """What code closes over, and code within."""
-    yield from code.co_freevars
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _free_in(constant)
+    for one in codes_in(code):
+        yield from one.co_freevars
 
 
 def _codes_within(function: types.FunctionType) -> Iterator[types.CodeType]:

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
+from shoal.core.codes import codes_in
 from shoal.resume.home import file_of
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda
@@ -218,12 +219,9 @@ class _Unbound(ast.NodeTransformer):
 
 
 def _loaded(code: CodeType) -> Iterator[str]:
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in _LOADS:
-            yield str(instruction.argval)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _loaded(constant)
+    for one in codes_in(code):
+        loads = (op for op in dis.get_instructions(one) if op.opname in _LOADS)
+        yield from (str(op.argval) for op in loads)
 
 
 def _dotted(node: ast.expr) -> str:

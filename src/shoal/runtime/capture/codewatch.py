@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shoal.core.codes import names_in
 from shoal.fusion.blend import HIDDEN
 from shoal.fusion.likeness import Snapshot
 
@@ -157,7 +158,7 @@ def _spots(value: Any, words: str) -> Iterator[_Spot]:
         names = value.__code__.co_freevars
         for name, cell in zip(names, value.__closure__ or (), strict=True):
             yield _Spot(cell, None, cell.cell_contents, f"{name!r} of {words}")
-        for name in _global_names(value.__code__):
+        for name in names_in(value.__code__):
             if name in value.__globals__:
                 found = value.__globals__[name]
                 if not isinstance(found, PLAIN):
@@ -199,13 +200,6 @@ def _spots_of_class(kind: type, words: str) -> Iterator[_Spot]:
     for value in list(vars(kind).values()):
         if isinstance(value, types.FunctionType):
             yield from _spots(value, words)
-
-
-def _global_names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _global_names(constant)
 
 
 def _items(container: Any) -> list[Any]:
