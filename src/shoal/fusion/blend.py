@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.bound import Rest
-from shoal.core.closures import closed_over
+from shoal.core.closures import UNASSIGNED, closed_over, contents_of
 from shoal.fusion.declined import Declined
 from shoal.fusion.perslot import PerSlot
 from shoal.fusion.sealed import seal
@@ -123,19 +123,22 @@ def _function(values: Sequence[types.FunctionType], where: str) -> Any:
     first = values[0]
     if any(value.__code__ != first.__code__ for value in values):
         raise Declined(f"{where} is other code in other trials.")
-    cells = [[cell.cell_contents for cell in value.__closure__ or ()] for value in values]
+    cells = [contents_of(value.__closure__) for value in values]
     made = types.FunctionType(
         first.__code__,
         first.__globals__,
         first.__name__,
         blend([value.__defaults__ for value in values], where),
-        tuple(
-            types.CellType(blend(items, f"{where}, what it closes over"))
-            for items in zip(*cells, strict=True)
-        ),
+        tuple(_cell(items, where) for items in zip(*cells, strict=True)),
     )
     made.__kwdefaults__ = blend([value.__kwdefaults__ for value in values], where)
     return made
+
+
+def _cell(items: Sequence[Any], where: str) -> types.CellType:
+    if all(item is UNASSIGNED for item in items):
+        return types.CellType()
+    return types.CellType(blend(items, f"{where}, what it closes over"))
 
 
 def _method(values: Sequence[types.MethodType], where: str) -> Any:
@@ -197,8 +200,8 @@ def _blend_hooks(
     for key, hooks in zip(made, zip(*(v.values() for v in values), strict=True), strict=True):
         if all(hook is hooks[0] for hook in hooks) or _points_inside(hooks[0], inside):
             continue
-        cells = getattr(hooks[0], "__closure__", None) or ()
-        if any(isinstance(cell.cell_contents, nn.Module) for cell in cells):
+        closed = contents_of(getattr(hooks[0], "__closure__", None))
+        if any(isinstance(item, nn.Module) for item in closed):
             raise Declined(
                 f"a hook of {where} closes over a module, which would be one trial's for all. A "
                 "method of the module, or the module that a hook is called with, is each trial's."

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shoal.core.closures import contents_of
 from shoal.fusion.blend import HIDDEN
 from shoal.fusion.signature import DEEPEST, is_number, named_items
 from shoal.recipe import Recipe
@@ -66,7 +67,7 @@ def _floats(value: Any, depth: int = 0, name: object = "") -> Iterator[str]:
     elif isinstance(value, types.MethodType):
         inside = [value.__func__, value.__self__]
     elif isinstance(value, types.FunctionType):
-        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        cells = contents_of(value.__closure__)
         inside = [cells, value.__defaults__, value.__kwdefaults__]
     for item in inside:
         yield from _floats(item, depth + 1)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shoal.bound import code_of
+from shoal.core.closures import contents_of
 from shoal.core.codes import names_in
 from shoal.fusion.signature import DEEPEST, described
 from shoal.recipe import Recipe
@@ -92,7 +93,7 @@ def identity(value: Any, depth: int = 0) -> str:
     elif isinstance(value, dict):
         inside = dict.values(value)
     elif isinstance(value, types.FunctionType):
-        inside = [cell.cell_contents for cell in value.__closure__ or ()]
+        inside = contents_of(value.__closure__)
     elif type(value).__dictoffset__ and not isinstance(value, type | types.ModuleType | nn.Module):
         inside = vars(value).values()
     return " ".join(identity(item, depth + 1) for item in inside)

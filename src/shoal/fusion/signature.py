@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.bound import OfTrial, code_of
+from shoal.core.closures import contents_of
 from shoal.fusion.asked import answers
 from shoal.fusion.blend import HIDDEN
 from shoal.fusion.match import Signature
@@ -185,7 +186,7 @@ def _code(value: Any, inside: Any) -> str:
         return f"partial({inside(value.func)}, {inside(value.args)}, {inside(value.keywords)})"
     if isinstance(value, types.MethodType):
         return f"method({inside(value.__func__)}, {inside(value.__self__)})"
-    cells = [inside(cell.cell_contents) for cell in value.__closure__ or ()]
+    cells = [inside(item) for item in contents_of(value.__closure__)]
     defaults = [inside(value.__defaults__), inside(value.__kwdefaults__)]
     digest = hashlib.sha256(_text(value.__code__).encode()).hexdigest()[:16]
     return f"function {value.__qualname__} {digest} ({', '.join([*cells, *defaults])})"

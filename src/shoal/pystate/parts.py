@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoal.core.closures import UNASSIGNED, contents_of
 from shoal.pystate.ofthread import OF_THREAD, parts_of_thread
 from shoal.spelled import is_library
 
@@ -217,11 +218,7 @@ _FIXED = (
 
 
 def _is_filled(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018 - it raises where nothing was assigned yet
-    except ValueError:
-        return False
-    return True
+    return contents_of([cell])[0] is not UNASSIGNED
 
 
 class _Module(_Named):

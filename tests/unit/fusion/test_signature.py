@@ -9,7 +9,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from shoal.fusion import first_difference, signature_of, told_apart
+from shoal.fusion.blend import blend
 from shoal.fusion.constants import constants_of
+from shoal.fusion.declined import Declined
+from shoal.fusion.globals import global_settings
 from shoal.fusion.signature import described
 from shoal.recipe import Recipe
 from shoal.wholeset import WholeSet
@@ -216,3 +219,26 @@ def test_a_compiled_array_is_of_trials_whose_ints_are_the_same_constants():
 def test_what_tells_two_moments_apart_tells_every_int():
     assert described({"lora_alpha": 8}) != described({"lora_alpha": 16})
     assert described(Settings(8, 2)) != described(Settings(16, 2))
+
+
+def penalized(weight=None):
+    """A loss that closes over ``by``, which is assigned where there is a weight only."""
+    if weight is not None:
+        by = weight
+
+    def loss(output, batch):
+        return plain_loss(output, batch) + (0 if weight is None else by * output.sum())
+
+    return loss
+
+
+def test_a_function_may_close_over_what_was_never_assigned():
+    assert signature(net(), loss=penalized()) == signature(net(), loss=penalized())
+    assert difference(signature(net(), loss=penalized()), signature(net(), loss=penalized(0.5)))
+    recipe = Recipe(model=lambda hp: net(), data=data, loss=penalized())
+    assert constants_of(recipe, net()) == constants_of(recipe, net())
+    assert global_settings(recipe, net()) == global_settings(recipe, net())
+    blended = blend([penalized(), penalized()], "the loss")
+    assert blended(torch.ones(1), None) == 1
+    with pytest.raises(Declined, match="closes over"):
+        blend([penalized(), penalized(0.5)], "the loss")

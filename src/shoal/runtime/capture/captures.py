@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.bound import unspelled_reads
+from shoal.core.closures import contents_of
 from shoal.fusion import Member, signature_of
 from shoal.fusion.blend import HIDDEN
 from shoal.fusion.constants import RATES, constants_of
@@ -221,7 +222,7 @@ def _told(value: Any, inside: Set[int], depth: int = 0) -> bool:
     elif isinstance(value, types.MethodType):
         parts = [value.__func__, value.__self__]
     elif isinstance(value, types.FunctionType):
-        parts = [cell.cell_contents for cell in value.__closure__ or ()]
+        parts = contents_of(value.__closure__)
         parts += [value.__defaults__, value.__kwdefaults__]
     elif type(type(value)) is type and hasattr(value, "__dict__") and not _slotted(type(value)):
         parts = list(vars(value).values())

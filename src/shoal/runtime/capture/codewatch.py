@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shoal.core.closures import contents_of
 from shoal.core.codes import names_in
 from shoal.fusion.blend import HIDDEN
 from shoal.fusion.likeness import Snapshot
@@ -42,7 +43,7 @@ class _Spot(NamedTuple):
     def holds(self) -> bool:
         """Whether it is there still."""
         if isinstance(self.store, types.CellType):
-            found = self.store.cell_contents
+            (found,) = contents_of([self.store])
         else:
             found = self.store.get(self.key, self)
         known = self.value
@@ -155,9 +156,10 @@ def _spots(value: Any, words: str) -> Iterator[_Spot]:
         yield _Spot({0: value.__func__}, 0, value.__func__, words)
         yield _Spot({0: value.__self__}, 0, value.__self__, words)
     elif isinstance(value, types.FunctionType):
-        names = value.__code__.co_freevars
-        for name, cell in zip(names, value.__closure__ or (), strict=True):
-            yield _Spot(cell, None, cell.cell_contents, f"{name!r} of {words}")
+        cells = value.__closure__ or ()
+        named = zip(value.__code__.co_freevars, cells, contents_of(cells), strict=True)
+        for name, cell, item in named:
+            yield _Spot(cell, None, item, f"{name!r} of {words}")
         for name in names_in(value.__code__):
             if name in value.__globals__:
                 found = value.__globals__[name]
