@@ -47,6 +47,7 @@ from shoal.partition.build import clone_batch
 from shoal.partition.chain import Chain
 from shoal.partition.compiled import compiles
 from shoal.partition.narrow import UseWatch, has_hooks
+from shoal.partition.preserve import place_of
 from shoal.recipe import Found, Recipe, build_model, read_data, rounding_of, to_device
 from shoal.rng import RngState, capture_rng, restore_rng, seed_all
 from shoal.runtime.ahead import Ahead, Counted
@@ -67,7 +68,6 @@ from shoal.runtime.units import (
     ResidentUnits,
     Units,
     get,
-    locate,
 )
 from shoal.runtime.unplaced import require_places
 from shoal.runtime.validating import Validating
@@ -127,7 +127,7 @@ class Session:
         first: dict[int, str] = {}
         for name, buffer in self.model.named_buffers(remove_duplicate=False):
             owner = first.setdefault(id(buffer), name)
-            self._buffer_aliases.setdefault(owner, []).append(locate(self.model, name))
+            self._buffer_aliases.setdefault(owner, []).append(place_of(self.model, name))
         self.modes.train()
 
     def _feed(self, before_data: RngState, what: str) -> Feed:
@@ -290,7 +290,7 @@ class Session:
         places = views(self.region.bytes, self.layout.buffers, self.layout.buffers_at)
         for name, place in places.items():
             if names is None or name in names:
-                keep(name, place, get(locate(self.model, name)))
+                keep(name, place, get(place_of(self.model, name)))
 
     def park(self) -> None:
         """Let go of the device's memory: all of the trial is in its region, until ``place``."""

@@ -437,14 +437,8 @@ class ChainUnits:
 Buffer = tuple[nn.Module, str]
 
 
-def locate(model: nn.Module, name: str) -> Buffer:
-    """The module that holds a buffer, and the buffer's name there."""
-    path, _, leaf = name.rpartition(".")
-    return model.get_submodule(path), leaf
-
-
 def get(entry: Buffer) -> Tensor:
-    """The buffer at a place that ``locate`` found."""
+    """The buffer at a place that ``place_of`` found."""
     buffer = entry[0]._buffers[entry[1]]
     assert buffer is not None
     return buffer

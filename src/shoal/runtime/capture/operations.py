@@ -27,6 +27,7 @@ from shoal.bernoulli import bernoulli_
 from shoal.dispatched import run_operation
 from shoal.fusion.sidebyside import put_side_by_side
 from shoal.fusion.tracing import trace
+from shoal.partition.preserve import place_of
 from shoal.runtime.capture.replay import Found, Pass, Untraceable, in_words
 
 Place = tuple[str, str]  # "parameter" or "buffer", and its name
@@ -269,8 +270,8 @@ def _laid(gradient: Tensor, like: Tensor) -> Tensor:
 
 def _slot(model: nn.Module, name: str) -> tuple[dict[str, Any], str]:
     """Where a module looks up a buffer."""
-    path, _, leaf = name.rpartition(".")
-    return model.get_submodule(path)._buffers, leaf
+    module, leaf = place_of(model, name)
+    return module._buffers, leaf
 
 
 # -- how it is run --------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from shoal.core.errors import TrialError
 from shoal.device import Device
 from shoal.device.losses import not_finite
 from shoal.habits import trained
+from shoal.partition.preserve import place_of
 from shoal.partition.track import AllocationTracker
 from shoal.recipe import Batch, evaluate_metrics
 from shoal.replicas import Piece, slice_of
@@ -25,7 +26,7 @@ from shoal.rng import capture_rng, restore_rng, same_rng
 from shoal.runtime.binding import Placed, place_in_slot, place_on_host
 from shoal.runtime.gangs.replicated import ReplicaSession
 from shoal.runtime.gangs.wrapped import Sharded, Whole, share_buffers
-from shoal.runtime.units import get, locate
+from shoal.runtime.units import get
 
 _TOLD = ("frozen", "trained")
 
@@ -108,7 +109,7 @@ class Replica:
         """Have the session's model have the buffers of the one that trained."""
         model = self._session.model
         for name, buffer in self._engine.root.model.named_buffers():
-            mine = get(locate(model, name))
+            mine = get(place_of(model, name))
             if mine is not buffer:
                 mine.copy_(buffer)
 
