@@ -24,7 +24,8 @@ on. A replica without rows computes the first row with weight 0.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -240,37 +241,49 @@ class Replicas:
         self, pieces: Sequence[Piece], sums: Sequence[dict[str, Tensor]], step: int, micro: int
     ) -> float:
         """Each replica's gradients are added to its own; returns the batch's loss."""
-        before = self._buffers()
+        before = buffers_of(self._model)
         loss = self._piece(pieces[0], sums[0])
-        rng, after = capture_rng(self._device), self._buffers()
+        rng, after = capture_rng(self._device), buffers_of(self._model)
         for rank, piece in enumerate(pieces[1:], 1):
-            self._put_buffers(before)
+            put_buffers(self._model, before)
             seed_all(stream_seed(self._seed, step, micro, rank))
             loss += self._piece(piece, sums[rank])
-        self._put_buffers(after)
+        put_buffers(self._model, after)
         restore_rng(rng, self._device)
         return loss
 
     def _piece(self, piece: Piece, sums: dict[str, Tensor]) -> float:
         """One replica's forward and backward; its loss, weighted."""
-        recipe, parameters = self._recipe, dict(self._model.named_parameters())
-        for name, parameter in parameters.items():
-            parameter.grad = sums.get(name)
-        with autocast(recipe, self._device):
-            arguments, keywords = model_inputs(recipe, piece.batch)
-            loss = compute_loss(recipe, self._model(*arguments, **keywords), piece.batch)
-        (loss * (piece.weight / recipe.accumulate)).backward()
-        for name, parameter in parameters.items():
-            if parameter.grad is not None:
-                sums[name] = parameter.grad
+        recipe = self._recipe
+        with added_to(sums, self._model):
+            with autocast(recipe, self._device):
+                arguments, keywords = model_inputs(recipe, piece.batch)
+                loss = compute_loss(recipe, self._model(*arguments, **keywords), piece.batch)
+            (loss * (piece.weight / recipe.accumulate)).backward()
         return piece.weight * float(loss.detach())
 
-    def _buffers(self) -> dict[str, Tensor]:
-        return {name: buffer.clone() for name, buffer in self._model.named_buffers()}
 
-    def _put_buffers(self, values: Mapping[str, Tensor]) -> None:
-        for name, buffer in self._model.named_buffers():
-            buffer.copy_(values[name])
+@contextmanager
+def added_to(sums: dict[str, Tensor], model: nn.Module) -> Iterator[None]:
+    """The gradients of a model within are ``sums``, and what backwards add to them."""
+    parameters = dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        parameter.grad = sums.get(name)
+    yield
+    for name, parameter in parameters.items():
+        if parameter.grad is not None:
+            sums[name] = parameter.grad
+
+
+def buffers_of(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of a model's buffers."""
+    return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def put_buffers(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Copy them back."""
+    for name, buffer in model.named_buffers():
+        buffer.copy_(values[name])
 
 
 def sum_in_order(each: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

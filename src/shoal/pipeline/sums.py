@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.recipe import Batch, Recipe, autocast, compute_loss, model_inputs, to_device
+from shoal.replicas import added_to, buffers_of, put_buffers
 from shoal.steppers import Stepper
 
 Grads = Mapping[str, Tensor]
@@ -74,15 +75,15 @@ class CopiesInTurn:
     def backward_group(self, group: Iterable[Batch], step: int) -> float:
         """Give the parameters one step's gradients; returns the mean loss of its batches."""
         sums: list[dict[str, Tensor]] = [{} for _ in range(self._width)]
-        buffers = [self._buffers()] * self._width
+        buffers = [buffers_of(self._model)] * self._width
         total, count = 0.0, 0
         for micro, fetched in enumerate(group):
             copy = micro % self._width
-            self._put_buffers(buffers[copy])
+            put_buffers(self._model, buffers[copy])
             total += self._batch(to_device(fetched, self._device), sums[copy])
-            buffers[copy] = self._buffers()
+            buffers[copy] = buffers_of(self._model)
             count += 1
-        self._put_buffers(buffers[0])
+        put_buffers(self._model, buffers[0])
         added = Sum()
         for grads in sums:
             added.add(grads)
@@ -100,21 +101,10 @@ class CopiesInTurn:
 
     def _batch(self, batch: Batch, sums: dict[str, Tensor]) -> float:
         """A micro-batch's gradients are added to its copy's; its loss."""
-        recipe, parameters = self._recipe, dict(self._model.named_parameters())
-        for name, parameter in parameters.items():
-            parameter.grad = sums.get(name)
-        with autocast(recipe, self._device):
-            arguments, keywords = model_inputs(recipe, batch)
-            loss = compute_loss(recipe, self._model(*arguments, **keywords), batch)
-        (loss / recipe.accumulate).backward()
-        for name, parameter in parameters.items():
-            if parameter.grad is not None:
-                sums[name] = parameter.grad
+        recipe = self._recipe
+        with added_to(sums, self._model):
+            with autocast(recipe, self._device):
+                arguments, keywords = model_inputs(recipe, batch)
+                loss = compute_loss(recipe, self._model(*arguments, **keywords), batch)
+            (loss / recipe.accumulate).backward()
         return float(loss.detach())
-
-    def _buffers(self) -> dict[str, Tensor]:
-        return {name: buffer.clone() for name, buffer in self._model.named_buffers()}
-
-    def _put_buffers(self, values: Mapping[str, Tensor]) -> None:
-        for name, buffer in self._model.named_buffers():
-            buffer.copy_(values[name])
