@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 import shoal
-from shoal.core.plan import Plan, _explain_shard
+from shoal.core.plan import Plan
+from shoal.core.planwords import shard_in_words
 from shoal.core.spec import JobMeasure, TrialSpec
 from shoal.core.technique import Pipelined
 from shoal.core.units import Bytes, Seconds
@@ -129,4 +130,4 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(("layers", "words"), [((3, 4), "layer 3"), ((3, 6), "layers 3..5")])
 def test_a_shard_says_which_layers_it_has(layers: tuple[int, int], words: str) -> None:
     shard = replace(make_shard(7, MIB), layers=layers)
-    assert _explain_shard(shard).startswith(f"shard 7: {words}, parameters ")
+    assert shard_in_words(shard).startswith(f"shard 7: {words}, parameters ")
