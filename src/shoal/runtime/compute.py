@@ -19,7 +19,7 @@ from shoal.data.sources import batch_bytes
 from shoal.memory.layout import split_bytes
 from shoal.program.ir import Action, Op
 from shoal.recipe import Batch, evaluate_metrics, tensors_of
-from shoal.runtime.binding import Placed
+from shoal.runtime.placed import Placed
 from shoal.runtime.task import Task
 from shoal.runtime.tenant import Tenant
 from shoal.runtime.units import Micro

@@ -17,8 +17,8 @@ from shoal.device import Device
 from shoal.memory.layout import Arena
 from shoal.partition.savedset import Cell
 from shoal.program.ir import Action, Part, kept
-from shoal.runtime.binding import Placed, place_in_slot, place_what_stays, without_head
 from shoal.runtime.compute import Compute
+from shoal.runtime.placed import Placed, place_in_slot, place_what_stays, without_head
 from shoal.runtime.tenant import Tenant
 from shoal.runtime.units import Micro
 from shoal.runtime.waitingroom import (

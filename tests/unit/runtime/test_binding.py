@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from shoal.core.errors import SpecError
-from shoal.runtime.binding import Binding, Placed
+from shoal.runtime.binding import Binding
+from shoal.runtime.placed import Placed
 
 CPU = torch.device("cpu")
 

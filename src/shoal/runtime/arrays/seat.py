@@ -48,10 +48,11 @@ from shoal.rng import capture_rng, restore_rng
 from shoal.runtime.arrays.blame import Blame
 from shoal.runtime.arrays.onebase import require_untouched
 from shoal.runtime.arrays.spilled import SpilledArray
-from shoal.runtime.binding import is_stored, place_on_host
+from shoal.runtime.binding import is_stored
 from shoal.runtime.measuring.firstbatches import first_batch
 from shoal.runtime.messages import LeaseOver
 from shoal.runtime.outgrown import outgrown
+from shoal.runtime.placed import place_on_host
 from shoal.runtime.saving import checkpoint
 from shoal.runtime.score import is_sampled
 from shoal.runtime.session import Session

@@ -56,8 +56,8 @@ from shoal.rng import capture_rng, restore_rng, seed_all
 from shoal.runtime.arrays.onebase import require_untouched
 from shoal.runtime.arrays.spilledsession import ArrayCompute, Row, StackedSession, row_of
 from shoal.runtime.arrays.units import StackedUnits
-from shoal.runtime.binding import Placed, place_on_host
 from shoal.runtime.interpret import Seat
+from shoal.runtime.placed import Placed, place_on_host
 from shoal.runtime.session import Session
 from shoal.runtime.stay import here
 from shoal.runtime.task import Issued, Task

@@ -28,8 +28,8 @@ from shoal.memory.layout import TrialLayout
 from shoal.memory.store import Region, create_region
 from shoal.recipe import Recipe, to_device
 from shoal.runtime.arrays.micro import Result, StackedMicro
-from shoal.runtime.binding import Placed, place_on_host
 from shoal.runtime.compute import Compute, HostPiece
+from shoal.runtime.placed import Placed, place_on_host
 from shoal.runtime.session import Session
 from shoal.runtime.task import Task
 from shoal.runtime.units import Micro

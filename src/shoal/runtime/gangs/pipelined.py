@@ -23,8 +23,8 @@ from shoal.pipeline.schedule import Pipeline
 from shoal.pipeline.stops import steps_together
 from shoal.program.ir import Program
 from shoal.recipe import Batch, to_device
-from shoal.runtime.binding import place_on_host
 from shoal.runtime.gangs.leader import GangSession
+from shoal.runtime.placed import place_on_host
 from shoal.runtime.saving.extrastate import extra_state
 from shoal.runtime.task import Task
 from shoal.runtime.units import ChainUnits

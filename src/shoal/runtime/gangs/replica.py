@@ -23,9 +23,9 @@ from shoal.partition.track import AllocationTracker
 from shoal.recipe import Batch, evaluate_metrics
 from shoal.replicas import Piece, slice_of
 from shoal.rng import capture_rng, restore_rng, same_rng
-from shoal.runtime.binding import Placed, place_in_slot, place_on_host
 from shoal.runtime.gangs.replicated import ReplicaSession
 from shoal.runtime.gangs.wrapped import Sharded, Whole, share_buffers
+from shoal.runtime.placed import Placed, place_in_slot, place_on_host
 from shoal.runtime.units import get
 
 _TOLD = ("frozen", "trained")
