@@ -44,9 +44,7 @@ KEPT_BYTES = 64 * 2**20  # of all but the newest one
 Sources = tuple[Iterable[Batch], Iterable[Batch] | None]
 
 
-def with_shared_data(
-    recipe: Recipe, device: torch.device, said: Callable[[], int] = lambda: 0
-) -> Recipe:
+def with_shared_data(recipe: Recipe, device: torch.device, said: Callable[[], int]) -> Recipe:
     """The recipe, whose data function is called as often as it makes something new.
 
     ``said`` counts what the process's trials have printed.
@@ -61,7 +59,7 @@ class SharedData:
         self,
         data: Callable[[Any], Any],
         device: torch.device,
-        said: Callable[[], int] = lambda: 0,
+        said: Callable[[], int],
     ) -> None:
         self._data, self._device, self._said = data, device, said
         self._made: list[_Made] = []  # the newest first

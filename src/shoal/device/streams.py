@@ -251,7 +251,7 @@ class ThreadStream:
         return self.submit_pieces([Piece(work, seconds)], after, turn=turn)
 
     def submit_pieces(
-        self, pieces: Sequence[Piece], after: Iterable[Event] = (), *, turn: Turn | None = None
+        self, pieces: Sequence[Piece], after: Iterable[Event] = (), *, turn: Turn | None
     ) -> ThreadEvent:
         """As ``submit``, of work in pieces; between two of them others may have the turn.
 

@@ -18,7 +18,7 @@ def planned_events(
     trials: Iterable[TrialSpec],
     totals: Mapping[int, int | None],
     *,
-    recipe: int = 0,
+    recipe: int,
 ) -> list[events.Event]:
     """One TrialPlanned for each trial, also for those that cannot be built.
 

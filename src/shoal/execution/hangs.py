@@ -13,7 +13,7 @@ def end_if_hung(
     now: float,
     *,
     order: Order | None,
-    is_busy: bool = True,
+    is_busy: bool,
     is_patient: bool = True,
 ) -> None:
     """Look at a worker; its end, if it comes to that, arrives as ``Gone``.

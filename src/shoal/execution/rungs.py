@@ -112,9 +112,7 @@ def _difference(one: Shapes, other: Shapes) -> str:
     return ""
 
 
-def check_validated(
-    planned: Planned, metric: str, *, searches: bool, begun: bool = False
-) -> Planned:
+def check_validated(planned: Planned, metric: str, *, searches: bool, begun: bool) -> Planned:
     """The plan, with a warning of trials that nothing will measure the metric of.
 
     ``searches``: trials are compared while the study runs; ``begun``: others have been.

@@ -312,7 +312,7 @@ def hidden_number(
     batches: Sequence[Any],
     device: torch.device,
     losses: Tensor,
-    one_base: bool = False,
+    one_base: bool,
 ) -> str:
     """Whether the model's code reads a number that differs by slot as one, and hides that.
 

@@ -80,7 +80,7 @@ def entered(width: int) -> Iterator[Level]:
         _functorch._set_vmap_fallback_enabled(allowed)
 
 
-def like_alone(width: int, one: Tensor, device: torch.device | None = None) -> Tensor:
+def like_alone(width: int, one: Tensor, device: torch.device | None) -> Tensor:
     """An empty stacked tensor whose slots lie in memory as ``one`` would: [N, *one.shape].
 
     On the device of ``one``, if no other is named.

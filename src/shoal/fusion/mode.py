@@ -91,7 +91,7 @@ class SlotMode(TorchFunctionMode):
     that writes into it.
     """
 
-    def __init__(self, slots: Slots, *, own_factories: bool = False) -> None:
+    def __init__(self, slots: Slots, *, own_factories: bool) -> None:
         super().__init__()
         self._slots, self._own_factories = slots, own_factories
         self._entered = ExitStack()

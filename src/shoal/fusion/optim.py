@@ -49,7 +49,7 @@ class FusedSteps:
     is looked at where those are the same as before.
     """
 
-    def __init__(self, steps: Steps | None = None) -> None:
+    def __init__(self, steps: Steps | None) -> None:
         self._steps = steps
         self._lists: dict[int, tuple[tuple[str, ...], list[GroupLists]]] = {}
 

@@ -107,9 +107,7 @@ class Slots:
         """
         return self.each_its_own([function] * self.width, args, kwargs)
 
-    def each_its_own(
-        self, functions: Sequence[Callable[..., Any]], args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def each_its_own(self, functions: Sequence[Callable[..., Any]], args: Any, kwargs: Any) -> Any:
         """The same with another function for every slot."""
         self.outside.loops(_name(functions[0]))
         self.num_looped += 1

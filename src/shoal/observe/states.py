@@ -52,7 +52,7 @@ def _has_ended_since(place: Path) -> bool:
     return Snapshot.of(read_outline(place)).is_finished
 
 
-def trial_state(row: TrialRow, study: str = "running") -> str:
+def trial_state(row: TrialRow, study: str) -> str:
     """A trial's state in a word, where its study's is ``study``: in one that stands none waits."""
     if row.state is TrialState.RUNNING and study == "interrupted":
         return study

@@ -163,7 +163,7 @@ class CallSheet:
         return self.with_part(section, replace(part, outputs=outputs))
 
 
-def output_wires(layer: int, output: Template, first: int | None = None) -> tuple[Wire, ...]:
+def output_wires(layer: int, output: Template, first: int | None) -> tuple[Wire, ...]:
     """The wires a block's output consists of, all or those of the ``first`` leaves."""
     pairs = zip(leaf_wires(layer, output)[:first], output.leaves[:first], strict=True)
     return tuple(name for name, leaf in pairs if isinstance(leaf, Shape))

@@ -116,8 +116,8 @@ class Skeleton:
     reads: Reads
     keepers: Keepers = field(default_factory=dict)
     dense: bool = False
-    glue_free: bool = False
-    draws: bool = False
+    glue_free: bool
+    draws: bool
     graph_kernels: bool = False
 
     def stand_in(self, shape: Shape) -> Tensor:
@@ -188,8 +188,8 @@ def run_head(
     batch: Batch,
     wires: Mapping[Wire, Tensor],
     *,
-    on_resume: Callable[[], None] | None = None,
-    guard: AbstractContextManager[object] | None = None,
+    on_resume: Callable[[], None] | None,
+    guard: AbstractContextManager[object] | None,
 ) -> Headed:
     """Run the forward from the end of the section before to this section's last block.
 
@@ -232,8 +232,8 @@ def run_epilogue(
     batch: Batch,
     wires: Wires,
     *,
-    on_resume: Callable[[], None] | None = None,
-    guard: AbstractContextManager[object] | None = None,
+    on_resume: Callable[[], None] | None,
+    guard: AbstractContextManager[object] | None,
 ) -> tuple[Tensor, Output]:
     """Loss and output, from the wires alive at the epilogue; takes them out of ``wires``.
 

@@ -36,7 +36,7 @@ class DiskSpeed:
 
     place: str
     bytes_per_s: float
-    expected_bytes_per_s: float | None = None
+    expected_bytes_per_s: float | None
 
     @property
     def is_far_slower(self) -> bool:

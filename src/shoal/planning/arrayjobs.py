@@ -154,7 +154,7 @@ def with_rooms(
     alone: Job,
     place: ArraySlot,
     later: Later,
-    known: Mapping[str, Scalar] | None = None,
+    known: Mapping[str, Scalar] | None,
 ) -> Job:
     """A job in an array, with the seats that its trial may get on the way.
 
@@ -207,9 +207,7 @@ def _room(
     )
 
 
-def as_recorded(
-    job: Job, before: Mapping[str, Scalar], there: Sequence[Epoch] | None = None
-) -> Job:
+def as_recorded(job: Job, before: Mapping[str, Scalar], there: Sequence[Epoch] | None) -> Job:
     """With the seats that its trial had so far, and those that it will have again.
 
     ``there`` are those it had when it goes on, None at its first step. Where an array that it

@@ -176,7 +176,7 @@ class Pipelining:
         request: Request,
         *,
         steps: int | None = None,
-        stops: Stops | None = None,
+        stops: Stops | None,
         idle: Sequence[DeviceSpec] = (),
     ) -> None:
         self._stops = stops

@@ -229,7 +229,7 @@ class _Replay:
         policy: UnitPolicy,
         durations: Durations | None,
         keep_spans: bool,
-        active: int | None = None,
+        active: int | None,
     ) -> None:
         self._policy = policy
         self._keep_spans = keep_spans

@@ -39,9 +39,7 @@ def another_unit(recorded: StudyRecord, asked: StudyRecord) -> None:
 _PLAIN = {"grid or random", "grid", "random"}
 
 
-def another_search(
-    recorded: StudyRecord, asked: StudyRecord, *, accepts_sampler: bool = False
-) -> None:
+def another_search(recorded: StudyRecord, asked: StudyRecord, *, accepts_sampler: bool) -> None:
     """Trials were chosen or ended by results, and that would go on by other rules.
 
     ``accepts_sampler``: the same one may have been made with other values.

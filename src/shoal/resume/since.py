@@ -23,7 +23,7 @@ _NAMED = 5
 
 
 def changed_since(
-    study_dir: str | os.PathLike[str], now: RecipeRecord, number: int | None = None
+    study_dir: str | os.PathLike[str], now: RecipeRecord, number: int | None
 ) -> tuple[str, ...]:
     """The names of what changed of a recipe that was imported again since its study trained.
 

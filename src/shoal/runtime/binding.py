@@ -258,7 +258,7 @@ class Binding:
         part: int,
         host: Placed,
         grads: Mapping[str, Tensor],
-        number: int = 0,
+        number: int,
         memory: Tensor | None = None,
     ) -> None:
         """Step an evicted shard on its host copies, or one of its ``pieces``, and poison it again.
@@ -440,9 +440,7 @@ class Binding:
             )
         ]
 
-    def restore_groups(
-        self, groups: Sequence[Mapping[str, Any]], *, but: Collection[str] = ()
-    ) -> None:
+    def restore_groups(self, groups: Sequence[Mapping[str, Any]], *, but: Collection[str]) -> None:
         """Put the options of ``groups()`` back, ``but`` some that stay as they are made."""
         for group, saved in zip(self.optimizer.param_groups, groups, strict=True):
             group.update({k: v for k, v in saved.items() if k != "params" and k not in but})

@@ -211,7 +211,7 @@ class Leases:
     After a TransitionError nothing has changed.
     """
 
-    def __init__(self, policy: LeasePolicy, *, active: int = 1, lease_s: float = 2.0) -> None:
+    def __init__(self, policy: LeasePolicy, *, active: int, lease_s: float) -> None:
         assert active >= 1
         assert lease_s > 0
         self._policy, self._lease_s = policy, lease_s

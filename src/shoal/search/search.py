@@ -80,7 +80,7 @@ class Search:
         self._facts.append(Facts(point, number=number))
         self._is_stale = True
 
-    def ends_at(self, number: int, rung: int, *, every: int | None = None, done: int = 0) -> None:
+    def ends_at(self, number: int, rung: int, *, every: int, done: int = 0) -> None:
         """A trial's last evaluation; of every trial that has not ended, before ``decide``.
 
         It is evaluated each ``every`` steps, and has ``done`` so many.

@@ -152,9 +152,7 @@ class Suggester:
             ) from error
 
 
-def check_repeats(
-    sampler: Any, space: Mapping[str, Distribution], mode: str, total: int = 0
-) -> None:
+def check_repeats(sampler: Any, space: Mapping[str, Distribution], mode: str, total: int) -> None:
     """Refuse a sampler that draws otherwise each time: its study could not be resumed.
 
     It is told of trials too: one that raises then would end a study that has trained for hours.

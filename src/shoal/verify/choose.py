@@ -99,8 +99,8 @@ def with_two_recipes(place: Path, snapshot: Snapshot) -> dict[int, str]:
 def skip_reason(
     row: TrialRow,
     warm: Collection[int],
-    gone: Collection[int] = (),
-    mixed: Mapping[int, str] | None = None,
+    gone: Collection[int],
+    mixed: Mapping[int, str],
 ) -> str:
     """Why a trial cannot be compared with training alone; empty if it can.
 
@@ -118,6 +118,6 @@ def skip_reason(
         return f"it failed at step {row.step}: {row.error_line}"
     if not row.is_done:
         return f"it has not finished; it is at step {row.step}"
-    if mixed and row.number in mixed:
+    if row.number in mixed:
         return f"{mixed[row.number]}; with one recipe it cannot be trained again alone"
     return ""

@@ -17,7 +17,7 @@ from shoal.recipe import Recipe
 from shoal.source import load_recorded, load_study, reading_for
 
 
-def recorded_study(place: Path, snapshot: Snapshot, file: str | None = None) -> Any:
+def recorded_study(place: Path, snapshot: Snapshot, file: str | None) -> Any:
     """The ``shoal.Study`` of the file that a study came from, or of ``file`` if that moved.
 
     Raises:
@@ -30,9 +30,7 @@ def recorded_study(place: Path, snapshot: Snapshot, file: str | None = None) -> 
     return load_recorded(snapshot.source, place, snapshot.study).study
 
 
-def recorded_recipe(
-    place: Path, snapshot: Snapshot, file: str | None = None
-) -> tuple[Recipe, bool]:
+def recorded_recipe(place: Path, snapshot: Snapshot, file: str | None) -> tuple[Recipe, bool]:
     """A study's recipe, and whether its trials' length was given in epochs.
 
     Raises:

@@ -419,7 +419,7 @@ class CapturedRun:
         written: Sequence[int],
         cuda: Cuda,
         *,
-        hands_out: bool = False,
+        hands_out: bool,
     ) -> None:
         self._run, self._held, self._written, self._cuda = run, held, written, cuda
         self._hands_out = hands_out

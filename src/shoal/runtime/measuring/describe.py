@@ -89,9 +89,7 @@ class _One(NamedTuple):
     batches: str = ""
 
 
-def _one(
-    recipe: Recipe, trial: TrialSpec, code: Code, *, arrays: bool, shapes: bool = False
-) -> _One:
+def _one(recipe: Recipe, trial: TrialSpec, code: Code, *, arrays: bool, shapes: bool) -> _One:
     reading = Reading(trial.hp)
     if arrays:
         seed_all(trial.seed)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -121,11 +120,11 @@ class StackedMeasure:
         batches: Sequence[Any],
         chain: Chain,
         meter: Meter,
-        wall: Callable[[], float] = time.perf_counter,
+        wall: Callable[[], float],
         *,
-        as_whole: bool = True,
-        one_base: bool = False,
-        any_layout: bool = False,
+        as_whole: bool,
+        one_base: bool,
+        any_layout: bool,
     ) -> None:
         self._members, self._batches, self._chain = members, list(batches), chain
         self._meter, self._wall, self._as_whole = meter, wall, as_whole
