@@ -39,7 +39,7 @@ def test_objects_that_lead_back_to_each_other_are_told_of_once():
 
 
 def test_of_a_large_table_so_much_is_told():
-    places = [place for place in told() if "TABLE" in place]
+    places = [place for place in told() if f"{__name__}.TABLE" in place]
     assert 0 < len(places) <= MOST
 
 
