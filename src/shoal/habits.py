@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from shoal.core.closures import closed_over
 from shoal.kernelstep import put_back
+from shoal.libraries import is_library
 from shoal.recipe import Recipe
 from shoal.schedules import each_schedule
-from shoal.spelled import is_library, spelled_by
+from shoal.spelled import spelled_by
 
 _TORCHS = (
     *("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like"),

@@ -11,9 +11,6 @@ from __future__ import annotations
 import dis
 import functools
 import itertools
-import os
-import sys
-import sysconfig
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,9 +20,8 @@ from torch import Tensor, nn
 
 from shoal.core.closures import closed_over
 from shoal.core.codes import codes_in, names_in
+from shoal.libraries import is_library
 
-LIBRARIES = frozenset((*sys.stdlib_module_names, "numpy", "torch"))
-_STANDARD = tuple(os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))
 STORES = dis.opmap["STORE_GLOBAL"]
 CALLS = {dis.opmap[name] for name in ("KW_NAMES", "CALL_KW") if name in dis.opmap}
 """With keywords: before Python 3.13, and since."""
@@ -179,25 +175,3 @@ def stored_in(code: types.CodeType) -> Iterator[str]:
     for one in codes_in(code):
         if STORES in one.co_code[::2]:  # hardly any does, and to take instructions apart is slow
             yield from (o.argval for o in dis.get_instructions(one) if o.opcode == STORES)
-
-
-def is_library(value: Any) -> bool:
-    """Whether somebody else wrote it, who knows nothing of the user's names."""
-    if isinstance(value, types.ModuleType):
-        module = value.__name__
-    elif isinstance(value, types.FunctionType):  # a wrapper has its __module__ from what it wraps
-        module = value.__globals__.get("__name__") or ""
-    else:
-        module = getattr(value, "__module__", None) or ""
-    return module != "__main__" and _is_of_library(module.partition(".")[0])
-
-
-@functools.cache
-def _is_of_library(package: str) -> bool:
-    """Whether a package is one of those, and no file of the user's of the same name."""
-    if package not in LIBRARIES:
-        return False
-    file = getattr(sys.modules.get(package), "__file__", None)
-    if package in ("numpy", "torch") or file is None:
-        return True
-    return bool(os.path.realpath(file).startswith(_STANDARD))

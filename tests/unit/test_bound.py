@@ -20,8 +20,9 @@ from shoal.core.spec import HyperParameters
 from shoal.fusion.blend import blend
 from shoal.fusion.declined import Declined
 from shoal.fusion.sealed import sealed
+from shoal.libraries import _is_of_library, is_library
 from shoal.recipe import Recipe, compute_loss
-from shoal.spelled import _is_of_library, is_library, spelled
+from shoal.spelled import spelled
 
 HP = {"lr": 0.1, "smoothing": 0.2, "kind": "mse"}
 NAMED = "smoothing"

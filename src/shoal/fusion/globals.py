@@ -18,8 +18,8 @@ from shoal.bound import code_of
 from shoal.core.closures import contents_of
 from shoal.core.codes import names_in
 from shoal.fusion.signature import DEEPEST, described
+from shoal.libraries import is_library
 from shoal.recipe import Recipe
-from shoal.spelled import is_library
 
 LONG = 1000
 """Items of which nobody looks at each."""

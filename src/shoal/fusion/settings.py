@@ -31,11 +31,11 @@ from torch import Tensor, nn
 from shoal.core.codes import names_in
 from shoal.fusion.globals import LONG, MAKING, followed, kept_globals
 from shoal.fusion.signature import DEEPEST, described
+from shoal.libraries import is_library
 from shoal.pystate import ambient
 from shoal.pystate.ofthread import parts_of_thread
 from shoal.pystate.parts import SPACES, attributes_of, function_parts, has_attributes, hidden_of
 from shoal.recipe import Recipe
-from shoal.spelled import is_library
 
 PLAIN = (bool, int, float, str, bytes, complex, type(None))
 SMALL = 2**16  # bytes of a tensor's numbers that are compared; of a larger one those in between

@@ -14,9 +14,9 @@ from shoal.core.codes import codes_in
 from shoal.launch.mainfile import changed, main_files, main_modules
 from shoal.launch.maintext import is_all_known
 from shoal.launch.replaced import LEFT_OUT
+from shoal.libraries import LIBRARIES
 from shoal.pystate.ambient import is_users
 from shoal.source import MAINS
-from shoal.spelled import LIBRARIES
 
 Users = Mapping[str, ModuleType]
 """The user's modules by name, in the order in which they were imported."""

@@ -18,7 +18,8 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from shoal.launch.mainfile import main_files
-from shoal.pystate.ambient import INSTALLED, is_users
+from shoal.libraries import is_installed
+from shoal.pystate.ambient import is_users
 from shoal.pystate.sendable import home_of
 from shoal.source import MAINS, Change, Named
 
@@ -103,7 +104,7 @@ def _file_of(module: ModuleType) -> str:
 
 
 def _is_installed(module: ModuleType) -> bool:
-    return any(place in _file_of(module) for place in INSTALLED)
+    return is_installed(_file_of(module))
 
 
 def _code_of_file() -> dict[int, Any]:

@@ -26,6 +26,7 @@ from shoal.bound import code_of
 from shoal.core.closures import closed_over
 from shoal.core.codes import codes_in, names_in
 from shoal.core.errors import TrialError
+from shoal.libraries import is_installed, is_library
 from shoal.pystate.iterators import is_iterator
 from shoal.pystate.ofthread import OF_THREAD
 from shoal.pystate.packing import Giving, Unkept, pack
@@ -33,13 +34,12 @@ from shoal.pystate.parts import SPACES, changing_defaults, has_attributes
 from shoal.pystate.values import NOTHING, PLAIN, STREAMS, Look, Note, look_at, put_one
 from shoal.recipe import Recipe
 from shoal.source import MAINS
-from shoal.spelled import code_met, is_library, spelled, stored_in
+from shoal.spelled import code_met, spelled, stored_in
 
 DATA = (*PLAIN, type(None), list, dict, set, deque, tuple, Tensor, np.ndarray, *STREAMS, *SPACES)
 """What code may keep something in, beside iterators, functions and objects of the user's."""
 MAKING = frozenset(("__init__", "__new__"))
 """Methods that make an object, and are no part of a step."""
-INSTALLED = ("site-packages", "dist-packages")
 OURS = f"{Path(__file__).parents[1]}{os.sep}"
 LONGEST, LARGEST, VALUES, ROOM = 200, 2**20, 500, 2**24
 """What of one global is looked into, each time that trials alternate."""
@@ -517,7 +517,7 @@ def is_users(code: Any) -> bool:
     else:
         known = vars(sys.modules.get(code.__module__, types))
     file = str(known.get("__file__") or "")
-    return not any(name in file for name in INSTALLED) and not file.startswith(OURS)
+    return not is_installed(file) and not file.startswith(OURS)
 
 
 def _may_change(value: Any) -> bool:

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from shoal.bound import code_of
+from shoal.libraries import is_library
 from shoal.pystate import ambient
 from shoal.recipe import HP, Recipe, build_model
 from shoal.rng import capture_rng, restore_rng
-from shoal.spelled import code_met, is_library
+from shoal.spelled import code_met
 
 HOST = torch.device("cpu")
 

@@ -23,11 +23,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shoal.libraries import is_library
 from shoal.pystate.ofthread import OF_THREAD
 from shoal.pystate.parts import SPACES, has_attributes
 from shoal.pystate.values import STREAMS
 from shoal.source import MAINS
-from shoal.spelled import is_library
 
 ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes, tuple, frozenset))
 """Types whose values never change by themselves, and that a pickle has as they are."""

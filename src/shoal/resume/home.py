@@ -21,9 +21,8 @@ from pathlib import Path
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
+from shoal.libraries import INSTALLED
 from shoal.source import MAINS
-
-_LIBRARIES = frozenset({"site-packages", "dist-packages"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +108,7 @@ def _can_be_own(value: Any) -> bool:
         return False
     path = Path(file)
     standard = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
-    is_library = bool(_LIBRARIES.intersection(path.parts))
+    is_library = bool(INSTALLED.intersection(path.parts))
     return not is_library and not any(path.is_relative_to(folder) for folder in standard)
 
 

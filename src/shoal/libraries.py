@@ -1,0 +1,42 @@
+"""Who wrote code: Python, NumPy or torch, an installed package, or somebody else, as the user."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import sysconfig
+import types
+from typing import Any
+
+LIBRARIES = frozenset((*sys.stdlib_module_names, "numpy", "torch"))
+_STANDARD = tuple(os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))
+INSTALLED = frozenset(("site-packages", "dist-packages"))
+"""Directories of installed packages."""
+
+
+def is_installed(file: str) -> bool:
+    """Whether a file is an installed package's."""
+    return any(name in file for name in INSTALLED)
+
+
+def is_library(value: Any) -> bool:
+    """Whether somebody else wrote it, who knows nothing of the user's names."""
+    if isinstance(value, types.ModuleType):
+        module = value.__name__
+    elif isinstance(value, types.FunctionType):  # a wrapper has its __module__ from what it wraps
+        module = value.__globals__.get("__name__") or ""
+    else:
+        module = getattr(value, "__module__", None) or ""
+    return module != "__main__" and _is_of_library(module.partition(".")[0])
+
+
+@functools.cache
+def _is_of_library(package: str) -> bool:
+    """Whether a package is one of those, and no file of the user's of the same name."""
+    if package not in LIBRARIES:
+        return False
+    file = getattr(sys.modules.get(package), "__file__", None)
+    if package in ("numpy", "torch") or file is None:
+        return True
+    return bool(os.path.realpath(file).startswith(_STANDARD))
