@@ -26,7 +26,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,16 +35,8 @@ from torch.utils import _pytree as pytree
 from shoal.core.errors import TrialError
 from shoal.recipe import Batch, Recipe, autocast, compute_loss, model_inputs, to_device
 from shoal.rng import capture_rng, restore_rng, seed_all
+from shoal.steppers import Stepper
 from shoal.subsets import clip_factor
-
-
-class Stepper(Protocol):
-    """A plain loop's optimizer over a model's parameters."""
-
-    optimizer: torch.optim.Optimizer
-    parameters: dict[str, nn.Parameter]
-
-    def step(self) -> None: ...
 
 
 class Piece(NamedTuple):
