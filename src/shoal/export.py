@@ -89,7 +89,7 @@ def export_trial(
             _save_adapter(model, scratch / ADAPTER)
         history = [dict(row) for row in trial.history if row["step"] <= step]
         _write(scratch / HYPERPARAMETERS, dict(trial.hp))
-        _write(scratch / METRICS, _metrics(trial, report, history, step))
+        _write(scratch / METRICS, _metrics(report, history, step))
         origin = Snapshot.of(read_trial(report.directory, trial.number))
         left = trial.kept_in_python()
         readme = _readme(trial, origin, call, changed, left) + _OF_ADAPTER * is_tuned
@@ -226,9 +226,7 @@ def _step(trial: TrialResult) -> int:
     return int(trial.load_state()["step"])
 
 
-def _metrics(
-    trial: TrialResult, report: Report, history: list[dict[str, Any]], step: int
-) -> dict[str, Any]:
+def _metrics(report: Report, history: list[dict[str, Any]], step: int) -> dict[str, Any]:
     last: dict[str, float] = {}
     for row in history:
         last |= row["metrics"]

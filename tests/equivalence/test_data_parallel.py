@@ -268,7 +268,7 @@ def test_measuring_beside_a_replica_leaves_it_in_its_group(sharded):
     kinds = [f.name for f in fields(ShardSpec) if f.default is MISSING and "bytes" in f.name]
     shard = ShardSpec(index=0, layers=(0, 1), **dict.fromkeys(kinds, Bytes(1)))
     group = GangGroup(0, 2, NoWays())
-    with joined(group, cpu):
+    with joined(group):
         engine = (Sharded if sharded else Whole)(traps.Chain(), recipe, cpu)
         engine.backward(batch, 0.5, last=True, check=lambda loss: None)
         engine.finish()
@@ -322,7 +322,7 @@ def test_what_is_wrapped_goes_with_its_group(sharded):
     cpu, batch, seen = torch.device("cpu"), traps.batches([4])[0], []
     for _ in range(6):
         group = GangGroup(0, 2, NoWays())
-        with joined(group, cpu):
+        with joined(group):
             engine = (Sharded if sharded else Whole)(traps.Chain(), twins.recipe(), cpu)
             engine.backward(batch, 0.5, last=True, check=lambda loss: None)
             engine.finish()

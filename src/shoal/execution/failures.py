@@ -52,8 +52,7 @@ def _raised(error: str) -> tuple[str, str]:
 class SameFailures:
     """Counts the first trials that end; ``failed`` says when to stop the study."""
 
-    def __init__(self, most: int = SAME_FAILURES) -> None:
-        self._most = most
+    def __init__(self) -> None:
         self._seen: list[tuple[int, str]] = []
         self._is_over = False
 
@@ -69,7 +68,7 @@ class SameFailures:
         alike = {signature(error) for _, error in self._seen}
         if len(alike) > 1:
             self._is_over = True
-        if self._is_over or len(self._seen) < self._most:
+        if self._is_over or len(self._seen) < SAME_FAILURES:
             return ""
         numbers = ", ".join(str(trial) for trial, _ in self._seen)
         return (
@@ -84,8 +83,7 @@ class SameEnds:
     A worker that is killed, or that leaves, is a trial's own doing and does not count.
     """
 
-    def __init__(self, most: int = SAME_ENDS) -> None:
-        self._most = most
+    def __init__(self) -> None:
         self._seen: dict[tuple[str, str], list[int]] = defaultdict(list)
 
     def passed(self) -> None:
@@ -105,7 +103,7 @@ class SameEnds:
         seen = self._seen[signature(error)]
         seen.append(min(running, default=-1))
         trials = sorted(set(seen) - {-1})
-        if len(seen) < self._most or len(trials) < min(2, of):
+        if len(seen) < SAME_ENDS or len(trials) < min(2, of):
             return ""
         return (
             f"the same exception ended {len(seen)} workers, when it was the turn of "

@@ -301,13 +301,13 @@ class StackedBackend:
     ) -> tuple[Tensor, Sequence[Any]]:
         blocks = {**crew.stacked.given, **crew.stacked.buffers}
         with entered(crew.width) as level:
-            slots = Slots(level, crew.streams, active, self._outside(crew))
+            slots = Slots(level, crew.streams, active, self._outside())
             batch = combined(batches, level.slotted)
             output, losses = self._code(crew, slots, blocks, batch)
             outputs = [] if torch.is_grad_enabled() else _outputs(level, output)
         return losses, outputs
 
-    def _outside(self, crew: Crew) -> Outside | None:
+    def _outside(self) -> Outside | None:
         """Where the next pass has its masks from."""
         return None
 

@@ -315,7 +315,7 @@ class TracedBackend(StackedBackend):
         finally:
             self._listener = None
 
-    def _outside(self, crew: Crew) -> Outside | None:
+    def _outside(self) -> Outside | None:
         if self._listener is not None:
             self._listener.restart()  # what an earlier try drew was undone
         return self._listener

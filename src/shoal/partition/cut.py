@@ -69,7 +69,7 @@ def cut(
             f"cannot cut {len(layers)} layers into {num_shards} shards: there are {len(groups)} "
             f"pieces that may stand alone. Ask for 1 to {len(groups)} shards."
         )
-    costs = _costs(layers, cost or shard_cost(layers), groups)
+    costs = _costs(cost or shard_cost(layers), groups)
     largest = _smallest_largest(costs, num_shards)
     leaving = np.array([0, *(layers[stop - 1].boundary_bytes for _, stop in groups)], np.int64)
     return _fewest_bytes(costs, leaving, num_shards, largest, groups)
@@ -81,7 +81,7 @@ def _groups(layers: Sequence[LayerMeasure]) -> _Ranges:
     return tuple(zip([0, *stops], stops, strict=False))
 
 
-def _costs(layers: Sequence[LayerMeasure], cost: Cost, groups: _Ranges) -> _Table:
+def _costs(cost: Cost, groups: _Ranges) -> _Table:
     """Cost of the groups [i, j) at row i, column j; elsewhere never."""
     edges = [0, *(stop for _, stop in groups)]
     table: _Table = np.full((len(edges), len(edges)), _NEVER, np.int64)

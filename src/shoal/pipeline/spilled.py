@@ -264,7 +264,7 @@ class _Stage:
             is_unit = action.op in (Op.F, Op.B)
             computes += self._before(action, trains) if is_unit else ()
             computes.append(action)
-            computes += self._after(action, trains) if is_unit else ()
+            computes += self._after(action) if is_unit else ()
         return replace(unit, computes=tuple(computes))
 
     def _before(self, action: Action, trains: bool) -> Iterator[Action]:
@@ -279,7 +279,7 @@ class _Stage:
                 yield from self._rng_of(micro)
             yield Action(Op.RECV, shard + 1, micro, parts=GRAD, peer=self._stage + 1)
 
-    def _after(self, action: Action, trains: bool) -> Iterator[Action]:
+    def _after(self, action: Action) -> Iterator[Action]:
         shard, micro = action.shard, action.micro or 0
         if action.op is Op.F:
             if shard == self._last and not self._ends:

@@ -73,7 +73,7 @@ def _making_s(found: CaptureMeasure, life: Life) -> float:
     return found.make_s + (life.trials - 1) * 2 * (found.eager_s + found.captured_s)
 
 
-def told(found: CaptureMeasure, life: Life, *, taken: bool) -> str:
+def told(found: CaptureMeasure, *, taken: bool) -> str:
     """What was found, in words."""
     if found.declined:
         return f"captured: none, {found.declined}"

@@ -67,7 +67,7 @@ class Capturing:
                 "technique='resident', or give the device more memory."
             )
         taken = is_forced or gains(capture, life)
-        settled = _because(settled, told(capture, life, taken=taken))
+        settled = _because(settled, told(capture, taken=taken))
         if not taken:
             return settled
         return replace(

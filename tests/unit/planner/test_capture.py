@@ -37,13 +37,13 @@ def test_it_has_to_be_clearly_quicker_and_to_bring_back_its_making():
 
 
 def test_what_is_told():
-    words = told(FOUND, life(), taken=True)
+    words = told(FOUND, taken=True)
     assert words.startswith("captured, to the same bits: a pass takes ")
-    assert told(CaptureMeasure(declined="a module has hooks"), life(), taken=False) == (
+    assert told(CaptureMeasure(declined="a module has hooks"), taken=False) == (
         "captured: none, a module has hooks"
     )
     slow = CaptureMeasure(eager_s=0.001, captured_s=0.001, make_s=0.2)
-    assert told(slow, life(), taken=False).endswith("no clear gain over the trial's life")
+    assert told(slow, taken=False).endswith("no clear gain over the trial's life")
 
 
 @given(

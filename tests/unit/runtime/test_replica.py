@@ -74,7 +74,7 @@ def held_by(session):
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_its_session_refers_to_nothing_when_it_was_dismissed_without_storing(session, count):
     rows = cut_for_replicas(next(iter(session.train)), 2)[0]
-    with joined(GangGroup(0, 2, NoWays()), CPU):
+    with joined(GangGroup(0, 2, NoWays())):
         replica = Replica(session, 0, open_device(make_device()))
         units = (lambda: replica.backward(rows, last=True), replica.finish, replica.step)
         for unit in units[:count]:
@@ -86,7 +86,7 @@ def test_its_session_refers_to_nothing_when_it_was_dismissed_without_storing(ses
 
 def test_what_it_stored_stays_where_it_was_stored(session):
     stored = session.region.bytes.clone()
-    with joined(GangGroup(0, 2, NoWays()), CPU):
+    with joined(GangGroup(0, 2, NoWays())):
         replica = Replica(session, 0, open_device(make_device()))
         replica.store(leaves=True)
         replica.close()

@@ -43,7 +43,7 @@ class Around(nn.Module):
 
 @pytest.fixture
 def mesh():
-    with joined(GangGroup(0, 2, NoWays()), CPU):
+    with joined(GangGroup(0, 2, NoWays())):
         yield DeviceMesh("cpu", [0, 1])
 
 

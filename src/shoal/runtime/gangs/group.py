@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, cast
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import (
@@ -270,7 +269,7 @@ def _made(store: Any, rank: int, width: int, timeout: Any) -> GangGroup:
 
 
 @contextmanager
-def joined(group: GangGroup, device: torch.device) -> Iterator[None]:
+def joined(group: GangGroup) -> Iterator[None]:
     """This process in a group of torch's, as its default one, and out of it at the end.
 
     Raises:

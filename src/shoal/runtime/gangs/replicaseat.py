@@ -102,7 +102,7 @@ class ReplicaSeat(GangSeat):
         """Be one of the group, with this replica's part of the state."""
         ways = self._ways = LinkedWays(self.links, self._hold)
         group = GangGroup(self.stage, self.session.members, ways)
-        self._joined.enter_context(joined(group, self.device.torch_device))
+        self._joined.enter_context(joined(group))
         self._settled = Replica(self.session, self.stage, self.device)
 
     def _hold(self, done: Any) -> None:

@@ -123,7 +123,7 @@ class Probe:
         with autocast(self._recipe, self._device):
             loss = loss_and_output(self._recipe, alone, piece)[0]
         loss.backward()
-        with put_aside(), joined(GangGroup(0, 1, NoWays()), self._device):
+        with put_aside(), joined(GangGroup(0, 1, NoWays())):
             engine = Sharded(self._model(), self._recipe, self._device)
             restore_rng(after, self._device)
             engine.root.train()
@@ -180,7 +180,7 @@ class Probe:
             held = alone.parameter_bytes * self._part(model.parameters())
             held += alone.state_bytes * self._state_part
             step_peak *= self._trained_part
-        with put_aside(), joined(GangGroup(0, self._width, NoWays()), self._device):
+        with put_aside(), joined(GangGroup(0, self._width, NoWays())):
             engine = (Sharded if self._shard else Whole)(model, self._recipe, self._device)
             steps = [self._step_bytes(engine, piece) for _ in range(2)]
             step, after = (max(found) for found in zip(*steps, strict=True))

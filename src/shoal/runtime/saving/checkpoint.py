@@ -127,13 +127,10 @@ def latest(
     return found
 
 
-def content(
-    session: Session, *, copy: bool, metrics: Mapping[str, float] | None = None
-) -> Content:
+def content(session: Session, *, copy: bool) -> Content:
     """A session's state; its tensors are current in the host region.
 
-    ``copy`` them, where the region changes before they are written. ``metrics`` are those
-    of a trial that has ended.
+    ``copy`` them, where the region changes before they are written.
 
     Raises:
         TrialError: its code put other parameters into the model, which are not in the region.
