@@ -6,7 +6,9 @@ import functools
 import itertools
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,25 +16,26 @@ from torch.nn.parameter import is_lazy
 
 from shoal.core.errors import SpecError
 from shoal.core.units import counted
-from shoal.modelaliases import refuse_aliases
+from shoal.modelaliases import refuse_aliases, refuse_met
 
 
-def check_model(model: nn.Module) -> None:
+def check_model(model: nn.Module, recipe: Mapping[str, Any] = MappingProxyType({})) -> None:
     """Look at every parameter and buffer of a model that was just made.
 
-    Parameters in the memory of somebody else's tensor get memory of their own.
+    Parameters in the memory of somebody else's tensor get memory of their own. ``recipe``
+    has the code that runs beside the model, by field.
 
     Raises:
         SpecError: one has no shape yet, is no plain memory, is of a type that no file holds,
-            lies in the memory of another one, or is an earlier model's; or code of the model reads
-            a parameter by another tensor in its memory.
+            lies in the memory of another one, or is an earlier model's; or code of the model, or
+            beside it, reads a parameter by another tensor in its memory.
     """
     _refuse_shapeless(model)
     _refuse_odd(model)
     _refuse_overlaps(model)
     refuse_aliases(model)
     _refuse_used(model)
-    _have_own_memory(model)
+    _have_own_memory(model, recipe)
 
 
 _MADE: dict[int, weakref.ref[nn.Parameter]] = {}
@@ -65,15 +68,26 @@ def _forget(number: int, _: object) -> None:
     _MADE.pop(number, None)
 
 
-def _have_own_memory(model: nn.Module) -> None:
+def _have_own_memory(model: nn.Module, recipe: Mapping[str, Any]) -> None:
     """Copy the parameters whose memory is held from outside of the model.
 
     Over a tensor or a NumPy array of the user's (``nn.Parameter(table)``,
     ``Embedding.from_pretrained``) steps would write into that, and the next model would be made
     of it.
+
+    Raises:
+        SpecError: code reads one of them by what holds it.
     """
+    held = dict(_held_outside(model))
+    refuse_met(held, recipe, model)
+    for parameter in held.values():
+        parameter.data = parameter.detach().clone()
+
+
+def _held_outside(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters in the memory of something that is no part of the model."""
     inside: dict[int, set[int]] = {}
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         if type(parameter) is not nn.Parameter or parameter.device.type == "meta":
             continue
         storage = parameter.untyped_storage()
@@ -83,7 +97,7 @@ def _have_own_memory(model: nn.Module) -> None:
             inside = inside or _tensors_by_storage(model)
             is_own = holders <= len(inside[storage.data_ptr()])
         if not is_own:
-            parameter.data = parameter.detach().clone()
+            yield name, parameter
 
 
 def _tensors_by_storage(model: nn.Module) -> dict[int, set[int]]:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from shoal.core.errors import SpecError
+from shoal.modelaliases import refuse_kept, refuse_met
 from shoal.recipe import HP, Recipe
 from shoal.several import Models, as_one_optimizer, held_by_several, members_of
 
@@ -19,7 +20,8 @@ def build_optimizer(
     """The recipe's optimizer over all parameters, several as one; or the default one.
 
     Raises:
-        SpecError: the factory returned something that is no optimizer.
+        SpecError: the factory returned something that is no optimizer, or one that keeps a
+            parameter's memory by another tensor.
     """
     named = list(named_parameters)
     if recipe.optimizer is None:
@@ -27,6 +29,8 @@ def build_optimizer(
     optimizer = as_one_optimizer(_made_optimizer(recipe.optimizer, named, hp))
     for member in members_of(optimizer):
         _finish(member)
+        refuse_kept(member, dict(named), "optimizer", but=("param_groups", "state"))
+    refuse_met(dict(named), vars(recipe))
     twice = () if recipe.step is not None else held_by_several(optimizer, dict(named))
     if twice:
         raise SpecError(

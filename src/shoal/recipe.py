@@ -242,7 +242,7 @@ def build_model(recipe: Recipe, hp: HP) -> nn.Module:
         model = _several_models(recipe, model)
     if not isinstance(model, nn.Module):
         raise SpecError(f"Recipe(model=...) returned {type(model).__name__}; return an nn.Module.")
-    check_model(model)
+    check_model(model, vars(recipe))
     if recipe.precision == rounding.NAME:
         rounding.lower(model)
     return model

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.core.errors import SpecError, TrialError
 from shoal.core.spec import Scalar
+from shoal.modelaliases import refuse_kept
 from shoal.recipe import HP, Batch, Recipe, epoch_length
 from shoal.several import by_name, optimizers_of
 
@@ -27,12 +28,14 @@ def build_schedule(
     Its ``step`` is called after each step of the trial, whose batches are those of ``train``.
 
     Raises:
-        SpecError: one wants to be told something at each step, or goes by epochs whose length is
-            not known.
+        SpecError: one wants to be told something at each step, keeps a parameter's memory by
+            another tensor, or goes by epochs whose length is not known.
     """
     if recipe.schedule is None:
         return None
     made = as_one_schedule(recipe.schedule(optimizers_of(optimizer), hp))
+    for one in each_schedule(made):
+        refuse_kept(one, _parameters_of(optimizer), "schedule", but=("optimizer",))
     if made is not None and recipe.schedule_interval == "evaluation":
         return EachEvaluation(made, recipe.schedule_metric)
     for one in each_schedule(made):
@@ -47,6 +50,15 @@ def build_schedule(
             "Give a loader over a data set with a length, or a schedule that goes by steps."
         )
     return EachEpoch(made, steps)
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+    """What it steps, by where that is."""
+    return {
+        f"param_groups[{number}]['params'][{place}]": parameter
+        for number, group in enumerate(optimizer.param_groups)
+        for place, parameter in enumerate(group["params"])
+    }
 
 
 def schedule_numerics(recipe: Recipe) -> dict[str, Scalar]:

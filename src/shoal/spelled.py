@@ -55,9 +55,14 @@ def spelled_by(functions: Iterable[Any]) -> Spelled:
     return Spelled(frozenset(walk.found), frozenset(walk.names), walk.is_whole)
 
 
-def code_met(functions: Iterable[Any]) -> Iterator[Any]:
-    """The functions, classes and modules that code comes to, as far as ``spelled`` looks."""
+def code_met(functions: Iterable[Any], *, makes: bool = True) -> Iterator[Any]:
+    """The functions, classes and modules that code comes to, as far as ``spelled`` looks.
+
+    Where it ``makes`` objects of the classes that it names, what that comes to, too.
+    """
     walk = _Walk()
+    if not makes:
+        walk.names.discard("__init__")
     for function in functions:
         walk.look_at(getattr(function, "_orig_mod", function))
     yield from walk.met
