@@ -1,4 +1,4 @@
-"""Whether code writes into what it reads of a tensor by ``.data``.
+"""Whether code writes into what it reads of a tensor by ``.data``, or into its memory by NumPy.
 
 [Note: what .data counts]
 A tensor counts the writes to it, those by ``detach()`` and by views among them. ``tensor.data``
@@ -10,6 +10,16 @@ is an alias with a count of its own, which begins at 0 and is lost with it:
 So the aliases that were handed out are kept until the code is through, and asked. For that the
 attribute is another one since somebody first wanted to know, which does what torch's does, and is
 torch's own to who asks the class for it (``Tensor.data.__get__``, as modes do).
+
+[Note: what nobody counts]
+NumPy, and whoever is told an address, writes without torch:
+
+    w.detach().numpy()[0] = 2    np.clip(np.asarray(w.detach()), -1, 1, out=...)
+    np.from_dlpack(w.detach())   numba or ctypes at w.data_ptr()
+
+So those three ways are watched as ``.data`` is: what the memory holds is noted when it is first
+handed out, as a hash, and compared at the end. An address on a GPU is no such way, since kernels
+that read take it in each call. Compiled code that is given tensors themselves is not seen.
 """
 
 from __future__ import annotations
@@ -21,10 +31,15 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+from xxhash import xxh3_64_intdigest
 
 from shoal.partition.wires import storage_key
 
 _TORCHS: Any = Tensor.data
+_WAYS = ("numpy", "__dlpack__", "data_ptr")
+"""To a tensor's memory."""
+_numpy: Any = Tensor.numpy
 plain_data = _TORCHS.__get__
 """What ``tensor.data`` is, of which nobody takes note."""
 _watching: list[DataReads] = []  # in all threads: autograd has its own, which run users' hooks
@@ -36,6 +51,7 @@ class DataReads:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = tensors
         self._aliases: dict[int, list[Tensor]] = {}  # made when something asks for ``.data``
+        self._held: dict[int, int] = {}  # what was in the memory that was handed out, by place
 
     def __enter__(self) -> Self:
         _install()
@@ -53,16 +69,40 @@ class DataReads:
             if (known := self._aliases.get(storage_key(alias))) is not None:
                 known.append(alias)
 
-    def __bool__(self) -> bool:
-        """Whether something asked for ``.data``."""
-        return bool(self._aliases)
+    def note_memory(self, given: Tensor) -> None:
+        """Its memory is handed out."""
+        with suppress(NotImplementedError):
+            key = storage_key(given)
+            for place, tensor in enumerate(self._tensors):
+                if place not in self._held and storage_key(tensor) == key:
+                    self._held[place] = contents(tensor)
 
-    def wrote_to(self, tensor: Tensor) -> bool:
-        """Whether code wrote into what it was given of this one."""
+    def __bool__(self) -> bool:
+        """Whether something asked for ``.data``, or for memory."""
+        return bool(self._aliases or self._held)
+
+    def wrote_to(self, place: int) -> bool:
+        """Whether code wrote into what it was given of the tensor at this place."""
+        tensor = self._tensors[place]
+        if place in self._held and contents(tensor) != self._held[place]:
+            return True
         return any(
             alias._version and _overlap(alias, tensor)  # others may lie in the same memory
             for alias in self._aliases.get(storage_key(tensor), ())
         )
+
+
+def contents(tensor: Tensor) -> int:
+    """A hash of what is in a tensor's memory, which another one hardly has."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+        plain = plain_data(tensor)
+        if not torch.ops.aten.is_non_overlapping_and_dense(plain):
+            plain = plain.clone(memory_format=torch.contiguous_format)
+        flat = plain.as_strided((plain.numel(),), (1,))
+        if plain.device.type == "cpu":
+            return int(xxh3_64_intdigest(_numpy(flat.view(torch.uint8)).data))
+        flat = torch.view_as_real(flat) if flat.is_complex() else flat
+        return int(torch.hash_tensor(flat).item())
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
@@ -82,6 +122,8 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 @functools.cache
 def _install() -> None:
     Tensor.data = _Data()  # type: ignore[assignment]
+    for name in _WAYS:
+        setattr(Tensor, name, _Way(getattr(Tensor, name), any_device=name != "data_ptr"))
 
 
 class _Data:
@@ -100,3 +142,18 @@ class _Data:
 
     def __delete__(self, tensor: Tensor) -> None:
         _TORCHS.__delete__(tensor)
+
+
+class _Way:
+    """In place of a method that hands out memory."""
+
+    def __init__(self, method: Any, *, any_device: bool) -> None:
+        self._method, self._any_device = method, any_device
+
+    def __get__(self, tensor: Tensor | None, kind: type | None = None) -> Any:
+        if tensor is None:
+            return self._method
+        if _watching and (self._any_device or tensor.device.type == "cpu"):
+            for reads in _watching:
+                reads.note_memory(tensor)
+        return self._method.__get__(tensor, kind)

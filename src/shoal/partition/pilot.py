@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from shoal.core.errors import ShoalError
 from shoal.frames import user_line
 from shoal.partition.build import build_chain, clone_batch, configs_with_cache
 from shoal.partition.chain import Chain
+from shoal.partition.dataread import DataReads, contents
 from shoal.partition.discover import NotCuttable
 from shoal.partition.drive import every_layer, sharded_backward, sharded_evaluation
 from shoal.partition.preserve import BufferWatch, evaluating, preserved, same_values, shaken
@@ -59,10 +61,14 @@ def pilot(model: nn.Module, recipe: Recipe, batch: Batch, device: torch.device) 
     model, its activations and two sets of gradients. Afterwards all is as before, except
     that key-value caches stay switched off until the chain is closed.
     """
-    plain = _plain_step(model, recipe, batch, device)
-    if sparse := _sparse_gradients(plain):
+    with _Memory(model) as memory:
+        plain = _plain_step(model, recipe, batch, device)
+    if not memory.written and memory.is_handed_out:  # it may hold by now what is written each time
+        with shaken(model), memory:
+            _plain_step(model, recipe, batch, device)
+    if why_not := _sparse_gradients(plain) or memory.in_words():
         loss = float(plain.tensors["the loss"])
-        return PilotReport(chain=None, bitwise=False, loss=loss, notes=(sparse,))
+        return PilotReport(chain=None, bitwise=False, loss=loss, notes=(why_not,))
     report = _attempt(model, recipe, batch, device, plain)
     if report.chain is not None or not configs_with_cache(model):
         return report
@@ -79,6 +85,44 @@ def _sparse_gradients(plain: _Outcome) -> str:
         f"{sparse[0]} is sparse, and what is cut keeps its gradients in flat memory, which has no "
         "place for one; a layer built with sparse=False has a dense one"
     )
+
+
+class _Memory:
+    """The memory of a model's weights, to which a step has written if it is other than before.
+
+    Torch's own writes are put back by then: what is left are those that torch knows nothing of.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._weights = dict(model.named_parameters())
+        self._reads = DataReads(list(self._weights.values()))
+        self.written: list[str] = []
+
+    @property
+    def is_handed_out(self) -> bool:
+        """Whether code asked for the memory of one."""
+        return bool(self._reads)
+
+    def __enter__(self) -> Self:
+        self._before = {name: contents(weight) for name, weight in self._weights.items()}
+        self._reads.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._reads.__exit__(*error)
+        held = self._before.items()
+        self.written += [name for name, what in held if contents(self._weights[name]) != what]
+
+    def in_words(self) -> str:
+        """Why such a model cannot be cut; empty where nothing was written."""
+        if not self.written:
+            return ""
+        return (
+            "its forward or backward writes into the memory of the weight "
+            f"{self.written[0]!r} without torch, as NumPy and kernels of one's own do, and in "
+            "shards a weight is elsewhere before and after its layer; do that after the "
+            "optimizer's step, in a class or a hook of the optimizer's"
+        )
 
 
 def _attempt(

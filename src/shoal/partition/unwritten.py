@@ -41,10 +41,15 @@ class Unwritten:
             TrialError: it wrote to one of them.
         """
         before = [(b, b._version if b is not None else 0) for b in map(_held_in, self._places)]
-        yield
-        for place, (was, version) in zip(self._places, before, strict=True):
-            now = _held_in(place)
-            if was is None or now is None or (now is was and was._version == version):
+        held = [(at, was) for at, (was, _) in enumerate(before) if was is not None]
+        reads = DataReads([was for _, was in held])
+        with reads:
+            yield
+        written = {at for place, (at, _) in enumerate(held) if reads and reads.wrote_to(place)}
+        for at, (was, version) in enumerate(before):
+            place, now = self._places[at], _held_in(self._places[at])
+            is_as_it_was = now is was and at not in written
+            if was is None or now is None or (is_as_it_was and was._version == version):
                 continue
             if now is was or (now.shape == was.shape and not same_values(now, was)):
                 raise TrialError(
@@ -77,7 +82,7 @@ def weights_watched(places: Iterable[WeightPlace], but: Collection[str]) -> Iter
     """Which weights code inside writes to, gives other values or puts others in the place of.
 
     Their names are there at the end; of those in ``but`` without the ones that it wrote to.
-    What NumPy or a kernel of the user's own writes into their memory is not seen.
+    What a kernel of the user's own writes into their memory is not seen.
     """
     with torch._C.DisableTorchFunction():  # this is no reading that who watches is to see
         before: list[tuple[WeightPlace, Any, Tensor, int]] = [
@@ -94,9 +99,9 @@ def weights_watched(places: Iterable[WeightPlace], but: Collection[str]) -> Iter
         if "single memory location" in str(error):  # as stands for a weight that is away
             error.add_note(_AWAY)
         raise
-    for (store, key, name), weight, data, version in before:
+    for place, ((store, key, name), weight, data, version) in enumerate(before):
         with torch._C.DisableTorchFunction():
-            is_written = weight._version != version or (bool(reads) and reads.wrote_to(data))
+            is_written = weight._version != version or (bool(reads) and reads.wrote_to(place))
             is_another = has_other(weight, data)
         if (is_written and name not in but) or is_another or store.get(key) is not weight:
             found.append(name)

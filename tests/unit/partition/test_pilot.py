@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 import transformers as hf
@@ -668,3 +669,33 @@ def test_a_difference_of_imaginary_parts_is_told_by_its_size(make_recipe):
     recipe = make_recipe(model, lambda output, batch: output.sum() + blocks[1].turned)
     (reason,) = pilot(model, recipe, (torch.ones(3, 4),), CPU).notes
     assert "the gradient of '1.weight' differs by 1.0e+00" in reason
+
+
+def scaled(linear):
+    array = linear.weight.detach().numpy()
+    array *= 0.5
+
+
+def clipped(linear):  # after the first time it changes nothing
+    array = linear.weight.detach().numpy()
+    np.clip(array, -0.1, 0.1, out=array)
+
+
+@pytest.mark.parametrize("write", [scaled, clipped])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_who_writes_to_weights_without_torch_is_not_cut(write, where, make_recipe):
+    class Writing(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            if where == "forward":
+                write(self)
+            elif y.requires_grad:
+                y.register_hook(lambda grad: write(self))
+            return y
+
+    model = nn.Sequential(nn.Linear(4, 4), Writing(4, 4), nn.Linear(4, 4))
+    if write is clipped:
+        write(model[1])
+    report = pilot(model, make_recipe(model, lambda y, batch: y.sum()), (torch.randn(3, 4),), CPU)
+    assert report.chain is None
+    assert "writes into the memory of the weight '1.weight' without torch" in report.notes[0]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -29,7 +32,16 @@ def make_anew(block):
     block.cache = block.cache + 1
 
 
-@pytest.mark.parametrize("write", [add, make_anew])
+def add_into_data(block):
+    block.cache.data.add_(1)
+
+
+def add_by_numpy(block):
+    array = block.cache.numpy()
+    array += 1
+
+
+@pytest.mark.parametrize("write", [add, make_anew, add_into_data, add_by_numpy])
 def test_what_would_be_written_twice_is_named(write, block):
     watch = Unwritten({"one": block}, ())
     with pytest.raises(TrialError, match=r"wrote to the buffer 'one\.cache'"), watch.required():
@@ -48,7 +60,11 @@ def read(block):
     block.cache.sum()
 
 
-@pytest.mark.parametrize("do", [lengthen, make_the_same, read])
+def read_by_numpy(block):
+    block.cache.numpy().sum()
+
+
+@pytest.mark.parametrize("do", [lengthen, make_the_same, read, read_by_numpy])
 def test_what_comes_to_the_same_twice_may_be_done(do, block):
     with Unwritten({"one": block}, ()).required():
         do(block)
@@ -111,6 +127,22 @@ def into_a_view_of_data(linear):
     linear.weight.view(-1).data[::2].zero_()
 
 
+def by_numpy(linear):
+    array = np.asarray(linear.weight.detach())
+    np.clip(array, -0.1, 0.1, out=array)
+
+
+def by_dlpack(linear):
+    torch.from_dlpack(linear.weight.detach()).clamp_(-0.1, 0.1)
+
+
+def at_an_address(linear):
+    ctypes.cast(linear.weight.data_ptr(), ctypes.POINTER(ctypes.c_float))[5] = 0.1
+
+
+WITHOUT_TORCH = (by_numpy, by_dlpack, at_an_address)
+
+
 def by_another(linear):
     linear.weight = nn.Parameter(linear.weight.detach().clamp(-0.1, 0.1))
 
@@ -121,7 +153,9 @@ def chain_of(*blocks):
     return build_chain(model, recipe, (torch.randn(3, 4),), torch.device("cpu"))
 
 
-@pytest.mark.parametrize("clamp", [by_data, in_place, into_data, into_a_view_of_data, by_another])
+@pytest.mark.parametrize(
+    "clamp", [by_data, in_place, into_data, into_a_view_of_data, by_another, *WITHOUT_TORCH]
+)
 @pytest.mark.parametrize("run", [sharded_backward, sharded_evaluation])
 def test_a_block_that_comes_to_write_to_its_weights_is_named(run, clamp):
     chain, batch = chain_of(Clamping(), Clamping()), (torch.randn(3, 4),)
@@ -140,7 +174,7 @@ def test_one_that_writes_to_a_weight_that_is_away_is_told_so():
     assert "technique='resident'" in caught.value.__notes__[0]
 
 
-@pytest.mark.parametrize("clamp", [by_data, in_place, into_data])
+@pytest.mark.parametrize("clamp", [by_data, in_place, into_data, by_numpy])
 @pytest.mark.parametrize("block", [1, 3])
 def test_so_is_one_whose_hook_in_the_backward_does(block, clamp):
     chain, batch = chain_of(nn.Linear(4, 4), nn.Linear(4, 4)), (torch.randn(3, 4),)
@@ -183,6 +217,16 @@ def test_data_is_read_and_given_to_others_as_ever():
     chain.model[2].clamp = reads
     sharded_backward(chain, batch, every_layer(chain))
     assert torch.Tensor.data.__get__(torch.ones(1)) == 1  # to who asks the class it is torch's
+
+
+def test_memory_is_read_as_ever():
+    def reads(linear):
+        assert linear.weight.detach().numpy().sum() == np.asarray(linear.weight.detach()).sum()
+        assert linear.weight.data_ptr() == torch.Tensor.data_ptr(linear.weight)
+
+    chain, batch = chain_of(Clamping(), Clamping()), (torch.randn(3, 4),)
+    chain.model[2].clamp = reads
+    sharded_backward(chain, batch, every_layer(chain))
 
 
 def test_buffers_in_the_memory_of_weights_may_be_written_to():
