@@ -79,18 +79,18 @@ _AWAY = (
 
 @contextmanager
 def weights_watched(places: Iterable[WeightPlace], but: Collection[str]) -> Iterator[list[str]]:
-    """Which weights code inside writes to, gives other values or puts others in the place of.
+    """Which weights code inside writes to, gives values or hooks, or puts others in the place of.
 
     Their names are there at the end; of those in ``but`` without the ones that it wrote to.
     What a kernel of the user's own writes into their memory is not seen.
     """
     with torch._C.DisableTorchFunction():  # this is no reading that who watches is to see
-        before: list[tuple[WeightPlace, Any, Tensor, int]] = [
-            (place, weight, plain_data(weight), weight._version)
+        before: list[tuple[WeightPlace, Any, Tensor, int, int]] = [
+            (place, weight, plain_data(weight), weight._version, _count_hooks(weight))
             for place in places
             if (weight := place[0].get(place[1])) is not None
         ]
-        reads = DataReads([data for _, _, data, _ in before])
+        reads = DataReads([data for _, _, data, *_ in before])
     found: list[str] = []
     try:
         with reads:
@@ -99,12 +99,18 @@ def weights_watched(places: Iterable[WeightPlace], but: Collection[str]) -> Iter
         if "single memory location" in str(error):  # as stands for a weight that is away
             error.add_note(_AWAY)
         raise
-    for place, ((store, key, name), weight, data, version) in enumerate(before):
+    for place, ((store, key, name), weight, data, version, hooks) in enumerate(before):
         with torch._C.DisableTorchFunction():
             is_written = weight._version != version or (bool(reads) and reads.wrote_to(place))
-            is_another = has_other(weight, data)
+            is_another = has_other(weight, data) or _count_hooks(weight) > hooks
         if (is_written and name not in but) or is_another or store.get(key) is not weight:
             found.append(name)
+
+
+def _count_hooks(weight: Tensor) -> int:
+    """Those that a forward may have registered: one that runs again registers another."""
+    some = weight._backward_hooks, getattr(weight, "_post_accumulate_grad_hooks", None)
+    return sum(len(hooks) for hooks in some if hooks)
 
 
 @contextmanager
@@ -120,10 +126,10 @@ def weights_stay(
         yield
     for name in found:
         raise TrialError(
-            f"{by} wrote to the weight {name!r}, or gave it other values, which it did "
-            "not in the first forward, and the model is cut: it would be lost, or done twice "
-            "where a forward runs again. Do that after the optimizer's step, in a class or a "
-            "hook of the optimizer's, or train with technique='resident'."
+            f"{by} wrote to the weight {name!r}, or gave it other values or a hook, and the "
+            "model is cut: that would be lost, or done twice where a forward runs again. Do that "
+            "after the optimizer's step, in a class or a hook of the optimizer's, or train with "
+            "technique='resident'."
         )
 
 

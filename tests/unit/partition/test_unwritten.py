@@ -140,6 +140,14 @@ def at_an_address(linear):
     ctypes.cast(linear.weight.data_ptr(), ctypes.POINTER(ctypes.c_float))[5] = 0.1
 
 
+def by_a_hook(linear):
+    linear.weight.register_hook(lambda grad: grad / 2)
+
+
+def by_a_hook_after(linear):
+    linear.weight.register_post_accumulate_grad_hook(lambda weight: weight.grad.div_(2))
+
+
 WITHOUT_TORCH = (by_numpy, by_dlpack, at_an_address)
 
 
@@ -154,7 +162,11 @@ def chain_of(*blocks):
 
 
 @pytest.mark.parametrize(
-    "clamp", [by_data, in_place, into_data, into_a_view_of_data, by_another, *WITHOUT_TORCH]
+    "clamp",
+    [
+        *(by_data, in_place, into_data, into_a_view_of_data, by_another),
+        *(*WITHOUT_TORCH, by_a_hook, by_a_hook_after),
+    ],
 )
 @pytest.mark.parametrize("run", [sharded_backward, sharded_evaluation])
 def test_a_block_that_comes_to_write_to_its_weights_is_named(run, clamp):
