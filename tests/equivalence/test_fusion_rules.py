@@ -309,6 +309,13 @@ ROWS_OF = {  # what: (operation with the rule, module of a slot, shape of its in
             Tensor.bernoulli_: (0.3,),
         }.items()
     },
+    "asked for gradients": (
+        Tensor.requires_grad.__get__,
+        lambda s: nn.Sequential(
+            nn.Linear(6, 6), Fn(lambda x, w: x * w if x.requires_grad else x + w, 6)
+        ),
+        ROWS,
+    ),
     "memory by itself": (Tensor.data.__get__, lambda s: Fn(lambda x, w: x * w + w.data, 6), ROWS),
     "weighted classes": (torch._C._nn.nll_loss_nd, lambda s: Fn(weighted, 3), (4, 3)),
 }
@@ -654,6 +661,8 @@ def swapped(rule):
 def _changed(result, change):
     if result is NotImplemented:
         return result
+    if isinstance(result, bool):
+        return not result
     if isinstance(result, Tensor):
         return change(result)
     return (change(result[0]), *result[1:])

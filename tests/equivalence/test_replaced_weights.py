@@ -12,6 +12,7 @@ import shoal
 from shoal.fusion import Array, Declined, LoopBackend
 from shoal.fusion.branches import BranchesBackend
 from shoal.fusion.fused import StackedBackend
+from shoal.fusion.loop import error_alone
 from shoal.recipe import Recipe
 from shoal.testing import plain_loop
 
@@ -45,6 +46,15 @@ def by_data(layer):
 
 def by_another(layer):
     layer.weight = nn.Parameter(layer.weight.detach().clamp(-LIMIT, LIMIT))
+
+
+def by_numpy(layer):
+    array = layer.weight.detach().numpy()
+    array *= 0.5
+
+
+def by_a_hook(layer):
+    layer.weight.register_hook(lambda grad: grad / 2)
 
 
 def model(hp):
@@ -145,4 +155,24 @@ def test_looking_for_who_raises_changes_no_weight(clamp):
     before = [array.extract(slot)["model"] for slot in range(3)]
     with pytest.raises(Declined):
         array.step([batches[0], (batches[0][0], batches[0][1] + 9), batches[0]])
+    assert all(same(one, array.extract(n)["model"]) for n, one in enumerate(before))
+
+
+def test_who_looks_for_what_raises_leaves_no_values_that_numpy_wrote():
+    array, batches = array_of(LoopBackend, {"clamp": by_numpy, "disagrees": False}), data({})[0]
+    for batch in batches:  # until it writes
+        array.step([batch] * 3)
+    before = array.extract(1)["model"]
+    assert error_alone(array._crew, 1, batches[0]) is None
+    assert same(before, array.extract(1)["model"])
+
+
+def test_an_array_whose_forward_comes_to_put_a_hook_on_a_weight_is_declined():
+    hp = {"clamp": by_a_hook, "disagrees": False}
+    array, batches = array_of(StackedBackend, hp), data(hp)[0]
+    for step in range(STEPS):
+        array.step([batches[step]] * 3)
+    before = [array.extract(slot)["model"] for slot in range(3)]
+    with pytest.raises(Declined, match=r"puts a hook on a tensor \(register_hook\)"):
+        array.step([batches[0]] * 3)
     assert all(same(one, array.extract(n)["model"]) for n, one in enumerate(before))

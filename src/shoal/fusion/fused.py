@@ -27,6 +27,7 @@ from shoal.fusion.batches import combined
 from shoal.fusion.crew import Crew, Evaluated, Steps, Trained, Undo, idle_slots, taking_part
 from shoal.fusion.declined import Declined, Disagreement, Draws, Unbatched
 from shoal.fusion.feeding import are_fed, fed
+from shoal.fusion.hooked import HOOKED, tensor_hooks
 from shoal.fusion.idle import nothing_for_idle
 from shoal.fusion.level import Level, entered
 from shoal.fusion.loop import error_alone
@@ -329,8 +330,11 @@ class StackedBackend:
             template.running(slots, crew.stacked, tensors) as replaced,
             SlotMode(slots, own_factories=self._known_of(crew).own_factories),
             autocast(recipe, crew.device),
+            tensor_hooks() as hooked,
         ):
             loss, output = loss_and_output(recipe, template.module, batch)
+        if hooked:
+            raise Declined(HOOKED)
         self._known_of(crew).replaced = tuple(replaced)
         for name, value in replaced.items():
             blocks[name].copy_(level.stacked(value.detach()))

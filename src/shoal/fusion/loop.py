@@ -112,14 +112,18 @@ def current_rng(crew: Crew, slot: int) -> RngState:
 
 @contextmanager
 def _given_back(module: nn.Module) -> Iterator[None]:
-    """It has its own parameters afterwards, in their own memory: code may give it others."""
+    """It has its own parameters afterwards, in their own memory: code may give it others.
+
+    And with their values, whatever wrote to them.
+    """
     own = [(parameter, parameter.data) for parameter in module.parameters()]
+    values = [data.clone() for _, data in own]
     stores = [(child._parameters, dict(child._parameters)) for child in module.modules()]
     try:
         yield
     finally:
-        for parameter, data in own:
-            parameter.data = data
+        for (parameter, data), value in zip(own, values, strict=True):
+            parameter.data = data.copy_(value)
         for store, before in stores:
             store.clear()
             store.update(before)

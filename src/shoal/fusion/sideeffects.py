@@ -6,8 +6,8 @@ Found on copies of the trials, before they are compared as an array.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from shoal.fusion.batches import changed_by
 from shoal.fusion.blend import HIDDEN, same
 from shoal.fusion.declined import Declined
 from shoal.fusion.globals import global_settings, identity
+from shoal.fusion.hooked import HOOKED, tensor_hooks
 from shoal.fusion.likeness import copies, numpy_stream
 from shoal.fusion.loop import lone_pass
 from shoal.fusion.member import Member, in_streams
@@ -63,13 +64,10 @@ def _side_effect(member: Member, batch: Any, device: torch.device, own_passes: b
     if any(leaf.layout is not torch.strided for leaf in tensors_of(batch)):
         return "its batches have sparse tensors, and arrays stack dense ones alone (to_dense())."
     member.module.train()
-    with _tensor_hooks() as hooked:
+    with tensor_hooks() as hooked:
         words = _change(member, batch, device, "a forward", own_passes)
     if hooked and not own_passes:
-        return (
-            "the model's forward puts a hook on a tensor (register_hook), which would see the "
-            "gradients of all slots, or none. A torch.autograd.Function can do the same."
-        )
+        return HOOKED
     return words or _change_when_evaluating(member, batch, device, own_passes)
 
 
@@ -212,23 +210,6 @@ def naming(path: str, name: str) -> str:
 def in_words(values: Mapping[str, Any]) -> dict[str, str]:
     """Which tell one moment from another: floats, and which tensor it is and how often written."""
     return {name: f"{described(value)} {identity(value)}" for name, value in values.items()}
-
-
-@contextmanager
-def _tensor_hooks() -> Iterator[list[Tensor]]:
-    """Tensors that were given a hook inside."""
-    hooked: list[Tensor] = []
-    register = Tensor.register_hook
-
-    def noted(tensor: Tensor, hook: Any) -> Any:
-        hooked.append(tensor)
-        return register(tensor, hook)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-
-    Tensor.register_hook = noted  # type: ignore[method-assign]
-    try:
-        yield hooked
-    finally:
-        Tensor.register_hook = register  # type: ignore[method-assign]
 
 
 # -- what a first forward lays up ---------------------------------------------------------------

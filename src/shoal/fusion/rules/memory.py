@@ -1,4 +1,7 @@
-"""A tensor's memory by itself: what code writes there is to reach each slot's row."""
+"""A tensor's memory by itself, and whether it has gradients: what torch's batching hides.
+
+What code writes into the memory is to reach each slot's row.
+"""
 
 from __future__ import annotations
 
@@ -21,3 +24,11 @@ def data(slots: Slots, tensor: Tensor) -> Any:
     with plainly():
         alias = inside.data
     return slots.slotted(alias, dim or 0)
+
+
+def requires_grad(slots: Slots, tensor: Tensor) -> Any:
+    """``tensor.requires_grad``, which torch's batching says of its wrapper: it never does."""
+    if not slots.level.is_innermost or not slots.level.is_slotted(tensor):
+        return NotImplemented
+    with plainly():
+        return slots.level.open(tensor)[0].requires_grad

@@ -23,7 +23,7 @@ from shoal.fusion.rules.embedding import embedding
 from shoal.fusion.rules.gradient import grad
 from shoal.fusion.rules.linear import linear
 from shoal.fusion.rules.loss import cross_entropy, nll_loss
-from shoal.fusion.rules.memory import data
+from shoal.fusion.rules.memory import data, requires_grad
 from shoal.fusion.rules.norm import batch_norm
 from shoal.fusion.rules.pooling import adaptive_avg_pool2d
 from shoal.fusion.rules.recurrent import gru, lstm
@@ -46,6 +46,7 @@ RULES: dict[Callable[..., Any], Rule] = {
     functional.linear: linear,
     torch.autograd.grad: grad,
     Tensor.data.__get__: data,  # type: ignore[attr-defined]
+    Tensor.requires_grad.__get__: requires_grad,  # type: ignore[attr-defined]
     torch.conv1d: conv,
     torch.conv2d: conv,
     torch.conv3d: conv,
