@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -18,6 +19,7 @@ from shoal.partition.discover import NotCuttable
 from shoal.partition.drive import every_layer, sharded_backward, sharded_evaluation
 from shoal.partition.preserve import BufferWatch, evaluating, preserved, same_values, shaken
 from shoal.partition.template import flatten
+from shoal.partition.writes import WriteWatch
 from shoal.recipe import Batch, Recipe, autocast, loss_and_output
 from shoal.rng import RngState, capture_rng, same_rng
 
@@ -327,12 +329,18 @@ def _evaluations(chain: Chain, batch: Batch) -> list[tuple[_Outcome, _Outcome]]:
         words = " without gradients"
         plain = _evaluate(chain, batch, words, sharded=False)
         pairs.append((plain, _evaluate(chain, batch, words, sharded=True)))
+    writes, whole = WriteWatch(chain.model, ()), None
     with evaluating(chain.model):
-        try:
-            plain = _evaluate(chain, batch, " in evaluation", sharded=False)
-        except Exception:  # a model that has no loss in evaluation mode is not validated
-            return pairs
-        pairs.append((plain, _evaluate(chain, batch, " in evaluation", sharded=True)))
+        with suppress(Exception), writes:  # a model without a loss there is not validated
+            whole = _evaluate(chain, batch, " in evaluation", sharded=False)
+        if new := writes.names - set(chain.record.written):
+            raise NotCuttable(
+                f"in evaluation its forward writes to the weight {min(new)!r}, as to rescale "
+                "layers for inference, and in shards a weight is elsewhere before and after its "
+                "layer"
+            )
+        if whole is not None:
+            pairs.append((whole, _evaluate(chain, batch, " in evaluation", sharded=True)))
     return pairs
 
 

@@ -699,3 +699,27 @@ def test_who_writes_to_weights_without_torch_is_not_cut(write, where, make_recip
     report = pilot(model, make_recipe(model, lambda y, batch: y.sum()), (torch.randn(3, 4),), CPU)
     assert report.chain is None
     assert "writes into the memory of the weight '1.weight' without torch" in report.notes[0]
+
+
+def test_who_rescales_weights_to_evaluate_is_not_cut(make_recipe):
+    """As RWKV does, in all of its blocks before the first of them runs."""
+
+    class Rescaling(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+            self.is_rescaled = False
+
+        def forward(self, x):
+            if self.is_rescaled is self.training:
+                for block in self.blocks:
+                    block.weight.data.mul_(2.0 if self.training else 0.5)
+                self.is_rescaled = not self.training
+            for block in self.blocks:
+                x = block(x).tanh()
+            return x
+
+    model = Rescaling()
+    report = pilot(model, make_recipe(model, lambda y, batch: y.sum()), (torch.randn(3, 4),), CPU)
+    assert report.chain is None
+    assert "in evaluation its forward writes to the weight 'blocks.0.weight'" in report.notes[0]
