@@ -40,6 +40,8 @@ _TORCHS: Any = Tensor.data
 _WAYS = ("numpy", "__dlpack__", "data_ptr")
 """To a tensor's memory."""
 _numpy: Any = Tensor.numpy
+address_of = Tensor.data_ptr
+"""What ``tensor.data_ptr()`` is, of which nobody takes note."""
 plain_data = _TORCHS.__get__
 """What ``tensor.data`` is, of which nobody takes note."""
 _watching: list[DataReads] = []  # in all threads: autograd has its own, which run users' hooks
@@ -51,6 +53,7 @@ class DataReads:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = tensors
         self._aliases: dict[int, list[Tensor]] = {}  # made when something asks for ``.data``
+        self._places: dict[int, list[int]] = {}  # by storage
         self._held: dict[int, int] = {}  # what was in the memory that was handed out, by place
 
     def __enter__(self) -> Self:
@@ -71,11 +74,13 @@ class DataReads:
 
     def note_memory(self, given: Tensor) -> None:
         """Its memory is handed out."""
-        with suppress(NotImplementedError):
-            key = storage_key(given)
+        if not self._places:
             for place, tensor in enumerate(self._tensors):
-                if place not in self._held and storage_key(tensor) == key:
-                    self._held[place] = contents(tensor)
+                self._places.setdefault(storage_key(tensor), []).append(place)
+        with suppress(NotImplementedError):
+            for place in self._places.get(storage_key(given), ()):
+                if place not in self._held:
+                    self._held[place] = contents(self._tensors[place])
 
     def __bool__(self) -> bool:
         """Whether something asked for ``.data``, or for memory."""
@@ -116,7 +121,8 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     """From which byte to which it lies."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     reach = 1 + sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0
-    return tensor.data_ptr(), tensor.data_ptr() + reach * tensor.element_size()
+    start = address_of(tensor)
+    return start, start + reach * tensor.element_size()
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.dispatched import run_operation
+from shoal.partition.dataread import address_of
 from shoal.partition.wires import storage_key, tensors_in
 from shoal.rng import capture_rng, restore_rng
 
@@ -58,7 +59,7 @@ def has_other(parameter: Tensor, data: Tensor) -> bool:
 
     In other memory it may have the same ones, as weights of an LSTM that lie in a row for cuDNN.
     """
-    return parameter.data_ptr() != data.data_ptr() and not same_values(parameter.data, data)
+    return address_of(parameter) != address_of(data) and not same_values(parameter.data, data)
 
 
 def _put_back(model: nn.Module, buffers: Mapping[str, tuple[Tensor, Tensor]]) -> None:

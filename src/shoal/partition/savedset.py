@@ -36,6 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.partition.dataread import address_of
 from shoal.partition.wires import Wire, Wires, storage_key
 
 LEAST_BYTES = 64
@@ -123,7 +124,7 @@ class SavedSet:
     def __init__(self, model: nn.Module, names: Iterable[str], wires: Wires) -> None:
         self._model = model
         with torch._C.DisableTorchFunction():  # a look at where a weight is, is no use of it
-            here = sorted((p.data_ptr(), p.nbytes, n) for n, p in _parameters(model, names))
+            here = sorted((address_of(p), p.nbytes, n) for n, p in _parameters(model, names))
         self._starts = [start for start, _, _ in here]
         self._here = here
         plain = {w: tensor for w, tensor in wires.items() if tensor.layout is torch.strided}
@@ -205,7 +206,7 @@ class SavedSet:
 
     def _name_of(self, tensor: Tensor) -> str | None:
         """The parameter in whose memory a tensor begins."""
-        at = tensor.data_ptr()
+        at = address_of(tensor)
         number = bisect_right(self._starts, at) - 1
         if number < 0:
             return None

@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 from shoal.core.errors import TrialError
+from shoal.partition import dataread
 from shoal.partition.build import build_chain
 from shoal.partition.discover import NotCuttable
 from shoal.partition.drive import every_layer, sharded_backward, sharded_evaluation
+from shoal.partition.preserve import has_other
 from shoal.partition.unwritten import Unwritten
 from shoal.recipe import Recipe
 
@@ -239,6 +241,13 @@ def test_memory_is_read_as_ever():
     chain, batch = chain_of(Clamping(), Clamping()), (torch.randn(3, 4),)
     chain.model[2].clamp = reads
     sharded_backward(chain, batch, every_layer(chain))
+
+
+def test_to_compare_where_a_weight_lies_hands_no_memory_out():
+    weight = torch.ones(3)
+    with dataread.DataReads([weight]) as reads:
+        assert not has_other(weight, dataread.plain_data(weight))
+    assert not reads
 
 
 def test_buffers_in_the_memory_of_weights_may_be_written_to():
