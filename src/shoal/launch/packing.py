@@ -7,8 +7,11 @@ import importlib
 import io
 import sys
 import warnings
+import weakref
 from collections import ChainMap
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, ClassVar
@@ -32,6 +35,7 @@ from shoal.source import MAINS, MODULE_NAME, Change, Named, cached, with_changes
 
 _WARN_BYTES = 16 * 2**20
 _MOST_ROUNDS = 3  # until no more modules, and no large values, are found that go
+_WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
 _NO_FILE = "<dynamic-code>"  # what cloudpickle puts in the place of a file's name
 
 
@@ -188,6 +192,35 @@ def _reduce_cached(function: Any) -> str | tuple[Any, ...]:
     return str(function.__qualname__)
 
 
+def _reduce_property(one: functools.cached_property[Any]) -> tuple[Any, ...]:
+    """Without the lock that Python 3.11 has in it."""
+    state = {name: value for name, value in vars(one).items() if name != "lock"}
+    return functools.cached_property, (one.func,), state
+
+
+def _reduce_weak(held: Any) -> tuple[Any, ...]:
+    """What is in it now, and is held by others: ``functools.singledispatch`` has such a cache."""
+    return type(held), (list(held) if isinstance(held, weakref.WeakSet) else dict(held),)
+
+
+def _reduce_variable(variable: ContextVar[Any]) -> tuple[Any, ...]:
+    """One of that name, with what this thread has in it."""
+    default, value = (tuple(_value_in(one, variable)) for one in (Context(), copy_context()))
+    return _make_variable, (variable.name, default, value)
+
+
+def _value_in(context: Context, variable: ContextVar[Any]) -> Iterator[Any]:
+    with suppress(LookupError):
+        yield context.run(variable.get)
+
+
+def _make_variable(name: str, default: tuple[Any, ...], value: tuple[Any, ...]) -> ContextVar[Any]:
+    made: ContextVar[Any] = ContextVar(name, default=default[0]) if default else ContextVar(name)
+    if value:
+        made.set(value[0])
+    return made
+
+
 class _EmptyCell:
     """Read as a cell with nothing in it yet."""
 
@@ -212,7 +245,13 @@ class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]  # it has no typ
     """
 
     dispatch_table: ClassVar[Any] = ChainMap(
-        {CodeType: _reduce_code, functools._lru_cache_wrapper: _reduce_cached},
+        {
+            CodeType: _reduce_code,
+            functools._lru_cache_wrapper: _reduce_cached,
+            functools.cached_property: _reduce_property,
+            ContextVar: _reduce_variable,
+            **dict.fromkeys(_WEAK, _reduce_weak),
+        },
         cloudpickle.CloudPickler.dispatch_table,
     )
 

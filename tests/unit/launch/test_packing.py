@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import pickle
 import threading
@@ -33,6 +34,33 @@ def test_a_function_with_a_cache_travels_as_it_is_and_nothing_that_is_cached() -
     assert there(9) == 34
     assert there.cache_info().misses == 10  # it calls itself, not the function within
     assert cloudpickle.loads(packing._dumps(of_this_module)) is of_this_module
+
+
+def test_what_the_standard_library_makes_of_functions_and_classes_travels() -> None:
+    class Settings:
+        @functools.cached_property  # Python 3.11 has a lock in it
+        def gain(self) -> float:
+            return 2.0
+
+    @functools.singledispatch
+    def kind(value: object) -> str:
+        return "object"
+
+    kind.register(int, lambda value: "int")
+    assert kind(1) == "int"  # which fills a cache of weak references
+    scale, unset = contextvars.ContextVar("scale", default=1.0), contextvars.ContextVar("unset")
+    scale.set(3.0)
+    packed = packing._dumps((Settings(), kind, scale, unset))
+    settings, there, variable, empty = contextvars.Context().run(_read, packed)
+    assert (settings.gain, vars(settings)) == (2.0, {"gain": 2.0})
+    assert (there(True), there("")) == ("int", "object")
+    assert variable == 3.0
+    assert empty is None
+
+
+def _read(packed: bytes) -> tuple[object, ...]:
+    *others, scale, unset = cloudpickle.loads(packed)
+    return *others, scale.get(), unset.get(None)
 
 
 def test_what_cannot_travel_is_named() -> None:
