@@ -28,6 +28,8 @@ def is_library(value: Any) -> bool:
         module = value.__globals__.get("__name__") or ""
     else:
         module = getattr(value, "__module__", None) or ""
+        if not isinstance(module, str):  # of a type that is made in C, what its objects have
+            return False
     return module != "__main__" and _is_of_library(module.partition(".")[0])
 
 

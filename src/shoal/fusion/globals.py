@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 import types
@@ -62,8 +63,11 @@ def followed(
         yield function
         known = function.__globals__
         for name in sorted(set(names_in(function.__code__)) & known.keys()):
-            if isinstance(known[name], types.FunctionType):
-                waiting.append(known[name])
+            value = known[name]
+            if isinstance(value, functools._lru_cache_wrapper):
+                value = value.__wrapped__
+            if isinstance(value, types.FunctionType):
+                waiting.append(value)
 
 
 def global_settings(recipe: Recipe, module: nn.Module) -> dict[str, str]:

@@ -188,11 +188,11 @@ def _code(value: Any, inside: Any) -> str:
         return f"method({inside(value.__func__)}, {inside(value.__self__)})"
     cells = [inside(item) for item in contents_of(value.__closure__)]
     defaults = [inside(value.__defaults__), inside(value.__kwdefaults__)]
-    digest = hashlib.sha256(_text(value.__code__).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(text_of(value.__code__).encode()).hexdigest()[:16]
     return f"function {value.__qualname__} {digest} ({', '.join([*cells, *defaults])})"
 
 
-def _text(code: types.CodeType) -> str:
+def text_of(code: types.CodeType) -> str:
     """Bytecode, names and constants; of code within, the same."""
     constants = [_constant(one) for one in code.co_consts]
     return repr((code.co_code, code.co_names, code.co_varnames, constants))
@@ -201,7 +201,7 @@ def _text(code: types.CodeType) -> str:
 def _constant(value: Any) -> str:
     """A constant of code; a set, as in ``kind in {"l1", "mse"}``, has another order each time."""
     if isinstance(value, types.CodeType):
-        return _text(value)
+        return text_of(value)
     return f"a set of {sorted(map(repr, value))}" if isinstance(value, frozenset) else repr(value)
 
 

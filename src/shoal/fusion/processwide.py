@@ -1,0 +1,78 @@
+"""What a whole process has one of, and steps may find: settings, and what libraries hold."""
+
+from __future__ import annotations
+
+import builtins
+import decimal
+import os
+import sys
+import types
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import fields
+from typing import Any
+
+from shoal.core.codes import names_in
+from shoal.kernelchoice import OTHERS, KernelChoice
+from shoal.pystate.ambient import is_users
+
+_CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)
+_CONSTANT = (bool, int, float, str, bytes, type(None))
+
+
+def settings_of_process(asked: Collection[str]) -> dict[str, str]:
+    """In words; of the environment and the command line where code has their names."""
+    chosen = KernelChoice.here()
+    found = {
+        f"torch's {one.name}": repr(getattr(chosen, one.name))
+        for one in fields(chosen)
+        if one.name != "others"
+    }
+    for setting, value in zip(OTHERS, chosen.others, strict=True):
+        found[f"the setting {setting.name or setting.read.__name__!r}"] = repr(value)
+    found["the decimal context"] = repr(decimal.getcontext())
+    if not {"environ", "getenv", "environb"}.isdisjoint(asked):
+        found |= {f"os.environ[{n!r}]": repr(os.environ.get(n)) for n in asked if n.isupper()}
+    if "argv" in asked:
+        found["sys.argv"] = repr(sys.argv)
+    return found
+
+
+def found_in_libraries(
+    functions: Iterable[types.FunctionType], kinds: Iterable[type], asked: Collection[str]
+) -> dict[str, Any]:
+    """What code reads of modules and ``kinds`` that are no user's, and what is there: by place.
+
+    Constants, functions and classes, as far as names in the code lead.
+    """
+    asked, found = frozenset(asked), dict[str, Any]()
+    waiting = deque[tuple[str, Any]]([("builtins", builtins)])
+    waiting += [(f"{kind.__module__}.{kind.__qualname__}", kind) for kind in kinds]
+    for one in functions:
+        known = one.__globals__
+        waiting += [(name, known[name]) for name in names_in(one.__code__) if name in known]
+    met = set[int]()
+    while waiting:
+        where, holder = waiting.popleft()
+        if id(holder) in met or not isinstance(holder, (types.ModuleType, *_CODE)):
+            continue
+        met.add(id(holder))
+        is_named = isinstance(getattr(holder, "__module__", ""), str)
+        if not is_named or not hasattr(holder, "__dict__") or is_users(holder):
+            continue
+        for name, value in _held(holder, asked):
+            place = f"{_called(holder, where)}.{name}"
+            if isinstance(value, (*_CODE, *_CONSTANT)):
+                found[place] = value
+            waiting.append((place, value))
+    return found
+
+
+def _held(holder: Any, asked: frozenset[str]) -> Iterator[tuple[str, Any]]:
+    kinds = holder.__mro__ if isinstance(holder, type) else (holder,)
+    for held in map(vars, kinds):
+        yield from ((n, held[n]) for n in sorted(asked & held.keys()) if not n.startswith("__"))
+
+
+def _called(holder: Any, where: str) -> str:
+    return holder.__name__ if isinstance(holder, types.ModuleType) else where
