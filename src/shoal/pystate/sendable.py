@@ -51,6 +51,11 @@ REDUCED = frozenset(
     )
 )
 """Types of the standard library that say how they are pickled, and have nothing else."""
+_OPEN = (
+    *(*SPACES, nn.Module, torch.utils.data.Dataset, torch.utils.data.Sampler),
+    torch.distributions.Distribution,
+)
+"""What is looked into of torch and the standard library that is no container."""
 _BASES = frozenset((object, *_CONTAINERS, *FIXED, *REDUCED))
 _STORAGES = (torch.storage.TypedStorage, torch.storage.UntypedStorage)
 CODE = (types.FunctionType, types.BuiltinFunctionType, type)
@@ -137,11 +142,11 @@ def _is_of_process(value: dict[Any, Any]) -> bool:
 def is_transparent(kind: type) -> bool:
     """Whether objects of a type are what they contain and their attributes, and nothing else.
 
-    Of torch, NumPy and the standard library only containers and modules are: others have
-    registries and the like behind them.
+    Of torch, NumPy and the standard library only containers, modules, data sets, samplers and
+    distributions are: others have registries and the like behind them.
     """
     is_container = issubclass(kind, (*_CONTAINERS, *FIXED))
-    is_known = is_container or issubclass(kind, (*SPACES, nn.Module)) or not is_library(kind)
+    is_known = is_container or issubclass(kind, _OPEN) or not is_library(kind)
     if not is_known or not (is_container or has_attributes(kind)):
         return False
     if not all(base in _BASES or _is_by_statement(base) for base in kind.__mro__):

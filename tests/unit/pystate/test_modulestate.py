@@ -374,6 +374,26 @@ def test_objects_of_torch_with_registries_behind_them_stay():
     assert not may_go(torch.optim.SGD([torch.zeros(1)], lr=0.1))
 
 
+def test_how_data_was_split_and_what_distributions_hold_arrives(module):
+    """Each import would have drawn another split."""
+    whole = torch.utils.data.TensorDataset(torch.arange(4.0))
+
+    def made(numbers, scale):
+        weights = torch.full((4,), scale)
+        return {
+            "part": torch.utils.data.Subset(whole, numbers),
+            "sampler": torch.utils.data.WeightedRandomSampler(weights, 4),
+            "prior": torch.distributions.Normal(torch.zeros(1), torch.full((1,), scale)),
+        }
+
+    vars(module).update(made([3, 1], 2.0))
+    arrived(module, **(here := made([0, 2], 5.0)))
+    assert module.part is here["part"]
+    assert module.part.indices == [3, 1]
+    assert module.sampler.weights.tolist() == [2.0] * 4
+    assert module.prior.scale.tolist() == [2.0]
+
+
 def test_nothing_is_brought_where_a_worker_has_nothing_to_keep():
     assert Bringing().bring({"a": ABSENT, "b": 1}, {}) == {"b": 1}
 
