@@ -21,6 +21,11 @@ from shoal.fusion.settings import MOST, configuration
 from shoal.pystate import ambient
 
 
+@pytest.fixture(autouse=True)
+def nothing_else_is_trained(monkeypatch):
+    monkeypatch.setattr(ambient, "_active", [])  # what another test's study has left
+
+
 class Node:
     def __init__(self, parent=None, children=0):
         self.parent = parent
