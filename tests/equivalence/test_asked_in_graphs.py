@@ -45,6 +45,12 @@ def how_many(mask):
     return ~mask
 
 
+def of_its_own(mask):
+    """As a decoder does to which no mask is given."""
+    there = torch.ones(mask.shape[:2], dtype=torch.bool)
+    return ~mask if there.all() and bool(there[:, -1].any()) else None
+
+
 def raising(mask):
     if bool((mask.sum(1) == 0).any()):
         raise ValueError("a row of nothing")
@@ -75,7 +81,9 @@ def recipe(ask, data=lambda hp: (texts(1), texts(2, batches=3))):
     )
 
 
-@pytest.mark.parametrize("ask", [all_there, how_many, raising], ids=lambda ask: ask.__name__)
+@pytest.mark.parametrize(
+    "ask", [all_there, how_many, of_its_own, raising], ids=lambda ask: ask.__name__
+)
 def test_it_trains_as_a_graph(ask, run_study):
     made = recipe(ask)
     report = run_study(made, SPACE, epochs=3, fuse="2 traced")

@@ -121,7 +121,7 @@ class SlotMode(TorchFunctionMode):
                 return result
         if func is ALL_TRUE and self._are_all_true(*args):
             return True
-        if func in ASKING and args and _is_whole(func, *args) and self._slots.has_values(*args):
+        if func in ASKING and args and _is_whole(func, *args):
             return self._slots.answered(func, *args)
         if func in READING:
             return self._slots.each(func, args, kwargs)

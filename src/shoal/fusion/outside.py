@@ -98,7 +98,7 @@ class Outside(Protocol):
         ...
 
     def answer(self, asked: Tensor, ask: Callable[[], Answer]) -> Answer:
-        """What code gets that asks a tensor [N, 1, ...] for one truth or whole number.
+        """What code gets that asks a tensor, [N, 1, ...] or all slots', for one truth or number.
 
         ``ask`` asks each slot; all of them say the same, or it raises.
         """

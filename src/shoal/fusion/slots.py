@@ -95,9 +95,10 @@ class Slots:
 
     def answered(self, function: Callable[..., Any], tensor: Tensor) -> Any:
         """What ``function`` makes of a tensor of one number: a truth, or a whole number."""
-        return self.outside.answer(
-            self.level.stacked(tensor), lambda: self.each(function, (tensor,))
-        )
+        if not self.level.is_slotted(tensor):
+            return self.outside.answer(tensor, lambda: function(tensor))
+        x_N = self.level.stacked(tensor)
+        return self.outside.answer(x_N, lambda: self.each(function, (tensor,)))
 
     def each(self, function: Callable[..., Any], args: Any = (), kwargs: Any = None) -> Any:
         """``function`` slot by slot, each with its own numbers: right for anything.
