@@ -188,12 +188,21 @@ def one_look_at_modules():
 
 
 @pytest.fixture
-def look_at_modules(one_look_at_modules):
-    """Each study of this test looks for what is in modules, as any study does."""
+def look_at_modules(one_look_at_modules, own_modules):
+    """Each study of this test looks for what is in modules, as any study does.
+
+    Those of the tests themselves are left out, since they come to hold more and more.
+    """
+
+    def others():
+        return {
+            name: module for name, module in users_modules().items() if name not in own_modules
+        }
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shoal.launch.plan, "find_changes", find_changes)
         patch.setattr(shoal.launch.packing, "_state_of", _state_of)
-        patch.setattr(shoal.launch.packing, "users_modules", users_modules)
+        patch.setattr(shoal.launch.packing, "users_modules", others)
         yield
 
 
@@ -202,6 +211,17 @@ def warm_workers():
     """Worker processes that all studies share, so that torch is imported once."""
     with WorkerPool() as pool:
         yield pool
+
+
+@pytest.fixture
+def warm_plans(warm_workers, monkeypatch):
+    """Plans of this test are made by them, where it names no others."""
+    plan = shoal.Study.plan
+
+    def planned(study, **options):
+        return plan(study, **({"workers": warm_workers} | options))
+
+    monkeypatch.setattr(shoal.Study, "plan", planned)
 
 
 @pytest.fixture(scope="session")

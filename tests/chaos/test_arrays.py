@@ -127,6 +127,7 @@ def techniques(place) -> set[str]:
     return {row.technique for row in rows}
 
 
+@pytest.mark.full
 def test_spilled_arrays_that_are_killed_and_paused_go_on_to_the_same_bits(tmp_path):
     runner = Runner(tmp_path, epochs=2, checkpoint_every=0.05, devices=1, **SPILLED)
     process = runner.start(words=FUSED, **{studies.PACE_S: "0.01"})

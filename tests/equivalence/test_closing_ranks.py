@@ -16,6 +16,8 @@ from shoal.planner.narrower import Narrower
 from shoal.planning import fusing
 from shoal.verify import verify_trials
 
+pytestmark = pytest.mark.usefixtures("warm_plans")
+
 
 def run(study, warm_workers, fuse=ranks.FUSE, devices=2, **more):
     studies.run(study, warm_workers, devices=devices, fuse=fuse, **more)

@@ -17,6 +17,8 @@ import shoal
 from shoal.core.technique import Resident
 from shoal.testing import plain_loop
 
+pytestmark = pytest.mark.usefixtures("warm_plans")
+
 WIDE = {"width": shoal.choice(256, 288), "lr": shoal.choice(0.01, 0.003)}
 HARDWARE = shoal.Hardware.virtual(devices=2, memory="3MiB")
 

@@ -14,6 +14,8 @@ from watching import space_of
 import shoal
 from shoal.core.event import PeakMeasured, TrialReplanned
 
+pytestmark = pytest.mark.usefixtures("warm_plans")
+
 LAST = {"gpt": 13, "bert": 20, "llama": 11, "resnet": 5, "mlp": 4}
 """So many of a model's parameters are trained, the last ones."""
 

@@ -28,6 +28,8 @@ from shoal.core.event import PeakMeasured, StepFinished, TrialReplanned
 from shoal.observe import read_outline
 from shoal.observe.snapshot import Snapshot
 
+pytestmark = pytest.mark.usefixtures("warm_plans")
+
 WAYS = {
     "host": shoal.Spilled(shards=3, optimizer="host"),
     "kept": shoal.Spilled(shards=3, optimizer="device", keep=(0,)),

@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import shoal
 from shoal.testing import plain_loop, plain_population, same_bits
 
+pytestmark = pytest.mark.usefixtures("warm_plans")
+
 SPACE = {
     "lr": shoal.log_uniform(1e-3, 1e-1),
     "momentum": shoal.uniform(0.5, 0.95),

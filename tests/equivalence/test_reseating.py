@@ -19,6 +19,8 @@ from shoal.core.seats import ALONE, Epoch, epochs_of
 from shoal.observe import read_events
 from shoal.verify import verify_trials
 
+pytestmark = pytest.mark.usefixtures("warm_plans")
+
 TRIALS = 5
 IN_AN_EPOCH, AT_AN_EVALUATION, AT_THE_END_OF_AN_EPOCH = 7, 8, 10
 

@@ -12,7 +12,7 @@ import pytest
 import shoal
 from shoal.source import load_study
 
-pytestmark = pytest.mark.usefixtures("look_at_modules")
+pytestmark = pytest.mark.usefixtures("look_at_modules", "warm_plans")
 
 FILE = """
 import dataclasses

@@ -24,6 +24,8 @@ from shoal.observe.snapshot import Snapshot
 from shoal.spill.generate import route_of
 from shoal.verify import verify_trials
 
+pytestmark = pytest.mark.usefixtures("warm_plans")
+
 WAYS = {
     "host": Spilled(shards=2, optimizer="host"),
     "device": Spilled(shards=2, optimizer="device"),

@@ -78,7 +78,7 @@ def assert_verified(report, made, width=WIDTH):
     assert_exact(report, found, made)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("space", SPACES)
 @pytest.mark.parametrize("technique", [HOST, DEVICE], ids=["host", "device"])
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -92,6 +92,7 @@ def test_in_shards_too(space, technique, accumulate, clip, run_study):
     assert words in (report.directory / "plan.json").read_text()
 
 
+@pytest.mark.full
 def test_weights_that_another_shard_reads_without_a_gradient_part_nobody(run_study):
     made = recipe(Reading)
     space = shoal.grid(**SPACES["orders of their own"])
@@ -107,6 +108,7 @@ def all_rows_at_once(hp):
     return train, DataLoader(texts.rows(), batch_size=44, collate_fn=texts.padded)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("fixed", [False, True], ids=["many lengths", "one length"])
 def test_large_validation_batches_are_evaluated_as_in_a_whole_array(fixed, run_study):
     made = recipe(data=all_rows_at_once, metrics={"square": lambda out, batch: out.square().sum()})
@@ -147,6 +149,7 @@ def one_bad(hp):
     return DataLoader(texts.rows(), 4, shuffle=True, collate_fn=collate, generator=order), None
 
 
+@pytest.mark.full
 def test_one_trial_whose_longest_batch_raises_keeps_no_other_from_an_array(run_study):
     made = recipe(data=one_bad)
     space = shoal.grid(**SPACES["orders of their own"])

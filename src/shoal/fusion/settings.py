@@ -263,7 +263,8 @@ def _kept_by(module: nn.Module) -> Iterator[Any]:
         for name, value in vars(child).items():
             if name not in hidden:
                 yield from (value, *(value if isinstance(value, tuple) else ()))
-                yield getattr(value, "__self__", None)  # of a method
+                if isinstance(value, types.MethodType):
+                    yield value.__self__
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:

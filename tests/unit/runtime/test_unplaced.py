@@ -20,6 +20,8 @@ from shoal.runtime.binding import Binding
 from shoal.runtime.unplaced import require_places
 from shoal.testing import assert_same, plain_loop
 
+pytestmark = pytest.mark.usefixtures("warm_plans")
+
 CPU = torch.device("cpu")
 
 
