@@ -47,7 +47,6 @@ class CompiledBackend(TracedBackend):
     """
 
     quickens = False  # the compiler does that, and knows torch's operations alone
-    answers = False  # with other ones a step would have no code that rounds as this does
 
     def __init__(self, constants: str = "") -> None:
         super().__init__()
@@ -142,7 +141,8 @@ class CompiledBackend(TracedBackend):
         inputs = replace(self._inputs(crew, (), batches, active, 1.0), masks=heard.drawn)
         if kept.graph is None:
             with torch.enable_grad():
-                graph, _ = self._captured(crew, inputs, filled(batches, active)[0], active, ())
+                one = filled(batches, active)[0]  # with other answers a step would have no code
+                graph, _ = self._captured(crew, inputs, one, active, None)
             kept.graph = _compiled(graph, inputs)
         elif [m.shape for m in masks] != [m.shape for m in kept.masks]:
             raise Untraceable("which masks it draws depends on more than its settings")

@@ -112,6 +112,8 @@ class _Pickler(pickle.Pickler):
     def _inner(self, value: Any) -> int:
         file = Checked()
         inner = _Pickler(file, self._left_out, self.left)
-        inner.dump(value)
-        self.left = inner.left
+        try:
+            inner.dump(value)
+        finally:
+            self.left = inner.left
         return file.crc

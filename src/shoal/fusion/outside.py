@@ -179,7 +179,7 @@ class Given:
         checks: for each, whether it holds: a tensor of no dimensions.
     """
 
-    def __init__(self, masks: Sequence[Tensor], answers: Sequence[Answer] | None = ()) -> None:
+    def __init__(self, masks: Sequence[Tensor], answers: Sequence[Answer] | None) -> None:
         self._masks: Iterator[Tensor] = iter(masks)
         self._answers = None if answers is None else iter(answers)
         self.checks: list[Tensor] = []

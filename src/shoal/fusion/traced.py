@@ -62,7 +62,6 @@ class Kept:
     crew: int = -1  # the members whose rates the masks have
     rates: tuple[str, ...] = ()  # of the slots then, with all other floats
     proven: bool = False  # equal to a second eager pass
-    repeats: bool = False  # compared by kernels that repeat themselves, as others do not
     waits: int = 0  # eager passes until the next try
     declined: str = ""
 
@@ -79,7 +78,8 @@ class Ways:
     """
 
     kept: list[Kept]
-    strays: int = 0
+    strays: int = 0  # passes of which none held, less those of which one did
+    repeats: bool = False  # compared by kernels that repeat themselves, as others do not
 
     def first(self, kept: Kept) -> None:
         """This one held."""
@@ -97,7 +97,7 @@ class Ways:
                 return kept
         if len(self.kept) == MOST_WAYS:
             return None
-        self.kept.append(Kept(repeats=self.kept[0].repeats))
+        self.kept.append(Kept())
         return self.kept[-1]
 
 
@@ -111,10 +111,9 @@ class TracedBackend(StackedBackend):
         is_paused: It trains eagerly, and makes no graphs, for now.
         makes_more: Whether it makes graphs of passes over batches of other layouts.
         quickens: Whether its graphs do without what they need not do.
-        answers: Whether they hold what code was answered that asks tensors for numbers.
     """
 
-    quickens = answers = True
+    quickens = True
     makes_more = True
 
     def __init__(self, launcher: Launcher | None = None) -> None:
@@ -185,7 +184,7 @@ class TracedBackend(StackedBackend):
             add_gradients(crew.stacked.parameters, ran.gradients, active, adds=scale != 1)
             return Trained(masked(ran.losses, active), {})
         is_first = all(block.grad is None for block in crew.stacked.parameters.values())
-        with self._listening(crew) as heard, _kernels(ways.kept[0] if ways else None, crew):
+        with self._listening(crew) as heard, _kernels(ways, crew):
             trained = super().train(crew, batches, active, scale)
         lacks = self._lacks_inputs(crew, batches)  # as it turned out
         if ways is not None and is_first and not trained.failures and not lacks:
@@ -208,7 +207,7 @@ class TracedBackend(StackedBackend):
             ran, form = replayed
             outputs = _unstacked(form, ran.others, crew.width)
             return Evaluated(masked(ran.losses, active), outputs)
-        with self._listening(crew) as heard, _kernels(ways.kept[0] if ways else None, crew):
+        with self._listening(crew) as heard, _kernels(ways, crew):
             found = super().evaluate(crew, batches, active)
         if ways is not None and not self._lacks_inputs(crew, batches):
             inputs = self._inputs(crew, (), batches, active, None)
@@ -343,17 +342,17 @@ class TracedBackend(StackedBackend):
             if kept.graph is not None and kept.constants != self._constants:
                 kept.forget()
                 return
-            if kept.graph is None:
-                self._make(kept, crew, inputs, batch, active, heard.answers)
-            elif kept.proven:  # by other members, whose rates may have gone elsewhere too
-                self._require_masks(kept, heard)
-            with _kernels(kept, crew):
+            with _kernels(ways, crew):
+                if kept.graph is None:
+                    self._make(kept, crew, inputs, batch, active, heard.answers)
+                elif kept.proven:  # by other members, whose rates may have gone elsewhere too
+                    self._require_masks(kept, heard)
                 self._hold_against(kept, crew, inputs, active, eager)
         except _OtherBits as error:
             kept.graph, kept.proven = None, False
-            if kept.repeats or not _varies(crew.device):
+            if ways.repeats or not _varies(crew.device):
                 kept.declined = str(error)
-            kept.repeats = True
+            ways.repeats = True
         except Untraceable as error:
             kept.declined, kept.graph = str(error), None
         kept.masks, kept.crew, kept.rates = tuple(heard.asked), self._crews, self._rates
@@ -368,8 +367,7 @@ class TracedBackend(StackedBackend):
         answers: Sequence[Answer],
     ) -> None:
         kept.constants, kept.waits, kept.answers = self._constants, 0, tuple(answers)
-        with _kernels(kept, crew):
-            kept.graph, kept.form = self._captured(crew, inputs, batch, active, answers)
+        kept.graph, kept.form = self._captured(crew, inputs, batch, active, answers)
         kept.crew = -1
 
     def _captured(
@@ -378,9 +376,9 @@ class TracedBackend(StackedBackend):
         inputs: Inputs,
         batch: Any,
         active: Sequence[bool],
-        answers: Sequence[Answer],
+        answers: Sequence[Answer] | None,
     ) -> tuple[Graph, Sequence[Any]]:
-        """A graph of the pass, and the form of its output.
+        """A graph of the pass, and the form of its output; ``answers`` as of ``Given``.
 
         Raises:
             Untraceable: there is none.
@@ -391,7 +389,7 @@ class TracedBackend(StackedBackend):
         def code(
             blocks: Mapping[str, Tensor], leaves: Sequence[Tensor], masks: Sequence[Tensor]
         ) -> Left:
-            outside, others = Given(masks, answers if self.answers else None), []
+            outside, others = Given(masks, answers), []
             with entered(crew.width) as level:
                 slots = Slots(level, crew.streams, active, outside)
                 mine = rebuilt(batch, iter([level.slotted(leaf) for leaf in leaves]))
@@ -408,7 +406,7 @@ class TracedBackend(StackedBackend):
         if (module := crew.members[0].module).training:  # this batch may leave them as they were
             graph.writes = tuple(dict.fromkeys((*graph.writes, *written_silently(module))))
         graph.look(inputs)
-        way = layout_of(batch), tuple(answers)
+        way = layout_of(batch), tuple(answers or ())
         self._launch(graph, inputs, way, sums=crew.members[0].recipe.accumulate > 1)
         return graph, form[-1:]
 
@@ -457,10 +455,11 @@ def _varies(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _kernels(kept: Kept | None, crew: Crew) -> AbstractContextManager[None]:
+def _kernels(ways: Ways | None, crew: Crew) -> AbstractContextManager[None]:
     """Those by which a pass and its graph are compared; for passes that are not launched."""
-    compares = kept is not None and kept.repeats and not kept.declined
-    return repeatable(crew.device) if compares else nullcontext()
+    if ways is None or not ways.repeats or all(kept.declined for kept in ways.kept):
+        return nullcontext()
+    return repeatable(crew.device)
 
 
 def _told(member: Member) -> tuple[Any, str, str]:
