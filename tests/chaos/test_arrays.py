@@ -176,6 +176,7 @@ def undisturbed(tmp_path_factory, warm_workers):
     return searches.outcome(study.directory)
 
 
+@pytest.mark.slow
 def test_a_search_in_arrays_comes_to_the_same_on_more_devices(tmp_path, warm_workers, undisturbed):
     study = searches.make(tmp_path)
     studies.run(study, warm_workers, devices=2, fuse=4)

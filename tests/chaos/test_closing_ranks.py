@@ -24,6 +24,7 @@ def undisturbed(tmp_path_factory, warm_workers):
     return ranks.outcome(study.directory)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "hooks",

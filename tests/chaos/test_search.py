@@ -432,6 +432,7 @@ class Ends(optuna.samplers.RandomSampler):
 GRID = optuna.samplers.GridSampler({"lr": [0.01, 0.02, 0.03, 0.04, 0.05]}, seed=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sampler", "count"), [(Ends(), 8), (GRID, 5)])
 def test_a_study_whose_sampler_has_no_more_points_ends_with_those_there_are(
     tmp_path, warm_workers, sampler, count
@@ -461,6 +462,7 @@ def test_a_study_whose_sampler_has_no_more_points_ends_with_those_there_are(
     assert "of the 30" in Snapshot.of(read_events(report.directory)).warnings[0]
 
 
+@pytest.mark.slow
 def test_what_was_tried_again_before_a_sampler_ran_out_stays(tmp_path, warm_workers, monkeypatch):
     def study():
         space = {"lr": shoal.uniform(0.001, 0.1), "norm": True}
@@ -563,6 +565,7 @@ def test_a_study_whose_sampler_raises_late_loses_nothing_and_goes_on_with_a_mend
 # -- no room ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_interrupted", [False, True])
 def test_a_generation_that_does_not_fit_the_host_waits_until_there_is_room(
     tmp_path, warm_workers, is_interrupted

@@ -42,6 +42,7 @@ def shards_of(moved, op):
 # -- what may be saved, and where parameters are meanwhile -------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("model", "precision"),
@@ -60,6 +61,7 @@ def test_of_shards_that_travel_and_two_trials_at_a_time(model, precision, train)
     assert all(moved["STORE s1 m0 saved"])
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("spills", [(0, 1, 2, 3), (0, 3), (1,)])
 @pytest.mark.parametrize(
@@ -184,6 +186,7 @@ class Noted(nn.Module):
         return x + y
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("optimizer", "precision"),

@@ -75,11 +75,13 @@ def test_the_same_under_poison_and_delays_with_shards_that_stay(keep, place, cli
     train(recipe, by_shard(optimizer=place, keep=keep), space_of("gpt"), poison=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["bert", "resnet"])
 def test_shuffled_padded_text_and_batch_statistics(model, train):
     train(zoo.recipe(accumulate=3, clip=0.5), by_shard(shards=3), space_of(model))
 
 
+@pytest.mark.slow
 def test_inputs_may_wait_on_the_host(train):
     technique = by_shard(shards=6, boundaries="host", optimizer="host", lookahead=0)
     train(zoo.recipe(accumulate=3), technique, space_of("gpt"), poison=True)
@@ -98,6 +100,7 @@ def test_all_that_travels_may_stay_from_forward_to_backward(train):
     train(zoo.recipe(accumulate=2), technique, space_of("gpt"), poison=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", [traps.shuffled_data, traps.worker_data])
 def test_data_that_draws_sees_the_numbers_of_the_plain_loop(data, train):
     train(trap(data=data), by_shard(), poison=True)
@@ -158,6 +161,7 @@ class Rows(nn.Module):
         return self.linear(x) + self.rows((x[:, 0].abs() * 7).long() % 5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", [(), (0, 1)])
 def test_a_recorded_forward_leaves_no_statistics_and_no_rows_behind(keep, train):
     train(trap(Written), by_shard(keep=keep), exact=False)

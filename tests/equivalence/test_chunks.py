@@ -133,6 +133,7 @@ def test_an_optimizer_that_needs_a_layer_at_a_time_steps_shards_whole(
     assert all(shard.step_chunks == () for job in jobs for shard in job.shards)
 
 
+@pytest.mark.slow
 def test_in_the_midst_of_a_shard_the_turn_goes_to_whoever_has_most_left(
     tmp_path, warm_workers, assert_alone, jobs
 ):

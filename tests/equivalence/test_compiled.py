@@ -170,6 +170,7 @@ def test_every_call_of_what_is_compiled_is_compiled(kind, where, precision, tmp_
     assert runs.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("where", ["resident", "host", "device", "moved"])
 def test_parameters_that_come_and_go_make_nothing_compile_again(where, tmp_path, run_study):

@@ -161,6 +161,7 @@ def models():
             yield pytest.param(kind, technique, marks=marks, id=f"{kind.__name__}, {name}")
 
 
+@pytest.mark.slow
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(("kind", "technique"), list(models()))
 def test_models_that_break_a_careless_engine(kind, technique, run_replicas):
@@ -361,6 +362,7 @@ def test_two_gangs_of_two_on_four_devices_at_a_time(run_replicas):
     run_replicas(twins.rich(), FSDP, shoal.grid(lr=[1e-2, 3e-3, 1e-3]), devices=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "then"), [(DDP, FSDP), (FSDP, DDP)], ids=["ddp to fsdp", "fsdp to ddp"]
 )

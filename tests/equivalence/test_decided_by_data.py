@@ -181,6 +181,7 @@ def assert_slots(report, recipe):
     squads.assert_verified(report, recipe)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("technique", [None, shoal.Spilled(shards=2)])
 def test_what_decided_otherwise_in_a_dry_run_runs_slot_by_slot_for_all(technique, run_study):
     """Three trials in two slots: the last one is alone in its array."""
@@ -214,6 +215,7 @@ def test_who_comes_to_answer_otherwise_is_in_a_pass_by_itself(changes, run_study
     squads.assert_verified(report, recipe)
 
 
+@pytest.mark.slow
 def test_where_each_goes_its_own_way_in_every_step_they_go_on_alone(run_study):
     """Three passes a step where one is what was planned, eight too many after eight steps."""
     recipe = dataclasses.replace(RECIPE, model=often)

@@ -104,6 +104,7 @@ def test_a_pass_that_draws_is_a_graph_and_each_slot_has_its_own_numbers(name, ru
     squads.assert_verified(report, RECIPES[name])
 
 
+@pytest.mark.slow
 def test_a_compiled_pass_draws_too(run_study):
     report = run_study(RECIPES["diffusion"], SPACE, epochs=2, fuse="3 compiled")
     assert squads.kinds(report) == ["compiled"] * 3

@@ -53,6 +53,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -155,6 +156,7 @@ def deep(hp):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("optimizer", ["host", "device"])
 def test_an_array_in_shards_goes_forward_only_too(optimizer, run_study):

@@ -41,6 +41,7 @@ def test_a_width_is_traced_unless_it_is_said_otherwise(fuse, kind, name, run_stu
     squads.assert_arrayed(report, report.trials, case.recipe, 4, **case.loop)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "name",

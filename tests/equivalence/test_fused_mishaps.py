@@ -48,6 +48,7 @@ def test_a_mishap_fails_its_trial_alone(mishap, check):
         assert breakdowns.WORDS[mishap] in trial.error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mishap", ["nan", "inside", *hardly("target", "loss", "shape", "data")])
 def test_so_it_is_in_a_step_of_several_batches(mishap, check):
     recipe = breakdowns.recipe(accumulate=2, clip_grad_norm=0.5)
@@ -55,6 +56,7 @@ def test_so_it_is_in_a_step_of_several_batches(mishap, check):
         assert trial.state == "FAILED"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mishap", ["loss", *hardly("nan", "target", "inside")])
 def test_so_it_is_where_one_kernel_steps_all(mishap, check):
     recipe = breakdowns.recipe(optimizer=squads.adam, clip_grad_norm=0.5, schedule=squads.cosine)

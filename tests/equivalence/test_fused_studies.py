@@ -72,6 +72,7 @@ def test_more_trials_than_slots_or_fewer_train_to_the_same_bits(width, run_case)
     squads.assert_arrayed(report, report.trials, case.recipe, width, **case.loop)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("every", [0, 0.01])
 def test_generations_of_a_trial_in_an_array_do_not_disturb_it(every, run_case):
@@ -102,6 +103,7 @@ def test_trials_of_two_shapes_train_in_two_arrays(devices, run_case):
     squads.assert_arrayed(report, report.trials, case.recipe, 3, **case.loop)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("devices", DEVICES)
 def test_a_spilled_array_trains_beside_one_that_fits(devices, run_study):

@@ -266,6 +266,7 @@ def test_an_index_out_of_range_is_its_own_slots_alone():
 # ------------------------------------------------------------------ compiled
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @compiles
 @pytest.mark.parametrize(

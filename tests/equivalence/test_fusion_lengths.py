@@ -246,6 +246,7 @@ def weighed(output, batch):
     return (each * batch[2] if len(batch) > 2 else each).mean()
 
 
+@pytest.mark.slow
 def test_batches_of_which_some_have_an_item_more_train_in_an_array_too(run_study):
     def loaders(hp):
         train = DataLoader(texts.rows(), 4, shuffle=True, collate_fn=sometimes_weighed)

@@ -615,6 +615,7 @@ def under_autocast():
                 yield pytest.param(behind_a_product(*row), row[1], id=f"{what}, behind a product")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("module_of", "shape"), list(under_autocast()))
 def test_under_autocast_types_are_those_alone_and_numbers_are_near(module_of, shape):
     types: dict[int, list[torch.dtype]] = {0: [], 1: []}

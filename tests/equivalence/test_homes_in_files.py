@@ -117,6 +117,7 @@ def test_who_asks_for_the_disk_has_it_in_the_studys_directory(
     assert_alone(report, report.trials, RECIPE, epochs=2)
 
 
+@pytest.mark.slow
 def test_a_plan_with_states_in_the_studys_directory_is_followed_elsewhere(
     tmp_path, warm_workers, assert_alone
 ):
@@ -134,6 +135,7 @@ def test_a_plan_with_states_in_the_studys_directory_is_followed_elsewhere(
     assert_alone(report, report.trials, RECIPE, epochs=2)
 
 
+@pytest.mark.slow
 def test_a_plan_whose_directory_is_not_there_has_the_studys_instead(
     run, place, tmp_path, warm_workers
 ):

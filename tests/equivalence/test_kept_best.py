@@ -209,6 +209,7 @@ def verified(report, of=RECIPE):
     return verdicts, [best if best < last else None for best, last in ends]
 
 
+@pytest.mark.slow
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "options",

@@ -31,6 +31,7 @@ def train(watch):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("lookahead", "lookbehind"), [(0, 0), FULL_1_1, FULL_2_0])
 @pytest.mark.parametrize(
@@ -80,6 +81,7 @@ def test_state_that_comes_at_the_end_of_a_step_that_waits_for_no_norm(model, loo
     assert behind < actions.index("LOAD s2 state late")
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_late_state_of_which_several_shards_share_what_travels(lookahead, train, layout_of_shards):
@@ -135,6 +137,7 @@ def test_late_state_beside_a_shard_that_travels_whole(lookahead, train):
     train(chain(accumulate=3), rates(), technique, poison=True)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("order", ["micro", "shard"])
@@ -170,6 +173,7 @@ def test_tied_weights_whose_lender_leaves_its_gradients_on_the_device(train):
     train(recipe, space_of("gpt"), technique, poison=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("place", ["device", "host"])
 def test_gradients_and_inputs_that_are_waited_for(place, precision, train):
@@ -187,6 +191,7 @@ def test_gradients_and_inputs_that_are_waited_for(place, precision, train):
     assert "STORE s2 m0 boundary" in actions
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("of", "clip", "precision"),

@@ -174,6 +174,7 @@ def shuffled(hp):
     return torch.utils.data.DataLoader(rows, 16, shuffle=True), few(hp)[0]
 
 
+@pytest.mark.slow
 def test_in_a_population_who_leaves_and_takes_over_follows_from_values(tmp_path, warm_workers):
     """Some take over what is frozen already, and leave as they do."""
     recipe = shoal.Recipe(

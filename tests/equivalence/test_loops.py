@@ -185,6 +185,7 @@ def test_a_tight_budget_alone_is_enough(run_study, assert_alone, slow, jobs):
     assert {job.technique.order for job in jobs} == {"shard"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "words"),
     [

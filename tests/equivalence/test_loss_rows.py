@@ -151,6 +151,7 @@ def test_other_weights_may_travel_as_bfloat16_beside_a_head_by_rows(
     assert_alone(report, report.trials, by_rows, steps=STEPS)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_spilled_model_of_transformers_does_too(precision, run_study, assert_alone):

@@ -44,6 +44,7 @@ def test_two_trials_whose_weights_travel_narrow_have_the_plain_bits(
     assert all(job.technique.transfer == "bf16" for job in jobs)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("keep", [(1,), (0, 2)])
 @pytest.mark.parametrize("model", zoo.MODELS)
@@ -66,6 +67,7 @@ def test_they_are_verified(run_study):
         assert verdict.equal, verdict
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_half_the_bytes_of_a_model_of_products_move(accumulate, train):
@@ -234,6 +236,7 @@ class _Writes(_Plain):
         return x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("master", ["float32", "split"])
 def test_what_a_forward_writes_to_beside_a_narrow_weight(master, accumulate, train):
@@ -294,6 +297,7 @@ def test_a_weight_whose_gradient_or_type_somebody_looks_at_travels_whole(kind, t
     assert whole == [2]
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", [_Later, _ByRate])
 @pytest.mark.parametrize("asked", ["bf16", None])

@@ -186,6 +186,7 @@ def merged(hp):
     return model
 
 
+@pytest.mark.slow
 def test_what_is_written_into_a_copy_of_the_base_is_each_slots_own(run_study):
     of = recipe(model=merged)
     report = run_study(of, SPACE, epochs=2, fuse=3)
@@ -210,6 +211,7 @@ def headed(hp):
     return Headed(pretrained(hp))
 
 
+@pytest.mark.slow
 def test_a_small_frozen_tensor_that_is_each_trials_own_parts_nobody(run_study):
     of = recipe(model=headed)
     report = run_study(of, SPACE, epochs=2, fuse=3)
@@ -257,6 +259,7 @@ def of_two(hp):
     return model
 
 
+@pytest.mark.slow
 def test_a_population_of_two_bases_has_a_row_each(tmp_path, warm_workers):
     """One that goes on from another's state has the base that is in it."""
     of = recipe(model=of_two)

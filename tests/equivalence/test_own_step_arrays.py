@@ -64,6 +64,7 @@ def test_each_slot_ends_on_its_own_bits(kind, train):
     assert not heard.of(TrialReplanned)
 
 
+@pytest.mark.slow
 def test_more_trials_than_slots_in_short_leases_on_two_devices(train, monkeypatch):
     with_short_leases(monkeypatch)
     heard = Heard()
@@ -193,6 +194,7 @@ def rows_of_eight(hp):
     return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(drawn), 16), None
 
 
+@pytest.mark.slow
 def test_gradients_of_gradients_are_summed_alike_in_slots_that_were_filled_again(train):
     """A newcomer's thread has numbered less: its neighbours' nodes came in between."""
     recipe = shoal.Recipe(

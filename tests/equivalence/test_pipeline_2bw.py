@@ -24,6 +24,7 @@ def test_four_stages_with_dropout(micro_batches, clip, recompute, stage_processe
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("predict", [False, True])
 @pytest.mark.parametrize(("clip", "precision"), [(None, "fp32"), (0.01, "fp32"), (0.01, "bf16")])
 @pytest.mark.parametrize(("stages", "micro_batches"), SIZES)

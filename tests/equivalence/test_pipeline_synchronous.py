@@ -21,6 +21,7 @@ def test_four_stages_with_dropout_and_clipping(
     assert_alike(recipe, LR, stage_processes, stages=4, schedule=schedule, recompute=recompute)
 
 
+@pytest.mark.slow
 @KEEPING
 @pytest.mark.parametrize("schedule", SYNCHRONOUS)
 @pytest.mark.parametrize("micro_batches", [2, 3, pytest.param(4, marks=pytest.mark.full)])
@@ -81,6 +82,7 @@ def test_a_short_last_group_of_an_epoch_is_stepped(stage_processes):
     assert trained.pipeline.groups == (3, 2, 3, 2, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["flush", "gpipe"])
 def test_a_loader_that_shuffles_draws_where_the_plain_loop_draws(schedule, stage_processes):
     hp = {**LR, "model": "bert", "optimizer": "adamw"}

@@ -51,6 +51,7 @@ def test_three_copies_of_two_stages(schedule):
         assert_alike(recipe, LR, processes, stages=2, width=3, schedule=schedule, steps=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("predict", [False, pytest.param(True, marks=FULL)])
 @pytest.mark.parametrize("clip", [None, 0.01])
 def test_tied_weights_with_two_versions(clip, predict, stage_processes):
@@ -62,6 +63,7 @@ def test_tied_weights_with_two_versions(clip, predict, stage_processes):
     assert trained.pipeline.ties == ((0, 1),)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", [pytest.param("flush", marks=FULL), "zb-h1"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_tied_weights_with_one(schedule, precision, stage_processes):

@@ -29,6 +29,7 @@ def test_a_forward_that_draws_between_its_blocks(schedule, run_study):
     staging.assert_staged(report, recipe(), technique, steps=6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("eval_every", [1, 3])
 def test_tied_weights_of_2bw_at_every_generation(eval_every, run_study):
     """A stop with an odd number of steps behind it exchanged the versions of what is borrowed."""
@@ -68,6 +69,7 @@ def test_what_a_block_finds_of_another_stages_is_refused(kind, technique, run_st
         run_study(recipe(), space(kind), technique=technique, devices=2, steps=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["flush", "2bw"])
 def test_an_optimizer_that_gives_parameters_other_memory(schedule, run_study):
     """What it gave them was forgotten, and they stayed as they were."""

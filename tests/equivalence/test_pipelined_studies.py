@@ -99,6 +99,7 @@ def models():
             yield pytest.param(model, schedule, marks=marks, id=f"{model.__name__}, {schedule}")
 
 
+@pytest.mark.slow
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(("model", "schedule"), list(models()))
 def test_models_that_break_a_careless_engine(model, schedule, run_staged):
@@ -108,6 +109,7 @@ def test_models_that_break_a_careless_engine(model, schedule, run_staged):
     run_staged(recipe, Pipelined(stages=stages, schedule=schedule))
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("model", "stages", "schedule"),
@@ -128,6 +130,7 @@ def test_the_zoo(model, stages, schedule, precision, run_staged):
     run_staged(recipe, Pipelined(stages=stages, schedule=schedule), space)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("optimizer", "schedule"),
@@ -184,6 +187,7 @@ def test_draws_that_would_come_in_another_order_are_refused(run_study):
     assert "technique='spilled'" in report.trials[0].error_line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["flush", "2bw"])
 @pytest.mark.parametrize(
     "loop", [{"steps": 7, "eval_every": 2}, {"epochs": 3, "eval_every": 2}, {"steps": 5}], ids=str
@@ -269,6 +273,7 @@ def test_a_trial_that_waits_holds_no_memory_of_the_device(schedule, run_staged, 
     assert len(heard.of(TrialParked)) >= 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["flush", "2bw"])
 def test_every_generation_is_of_one_step(schedule, run_study):
     """Whatever came from the other stages, and when: weights, state, random streams."""
@@ -363,6 +368,7 @@ def test_ties_and_buffers_go_on_too(schedule, model, precision, interrupted):
     staging.assert_staged(report, recipe, technique, epochs=6)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["flush", "2bw"])
 def test_trials_that_are_added_train_as_the_others_did(schedule, interrupted):
@@ -375,6 +381,7 @@ def test_trials_that_are_added_train_as_the_others_did(schedule, interrupted):
     staging.assert_staged(report, recipe, technique, epochs=6)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["flush", "2bw"])
 def test_a_warm_clone_goes_on_from_its_parents_weights(schedule, interrupted):

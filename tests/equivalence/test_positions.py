@@ -56,6 +56,7 @@ def test_what_comes_after_a_position_is_the_same_bits(way, name):
         assert_same_run(rest, feeds.resumed(build, mark, STEPS))
 
 
+@pytest.mark.slow
 @pytest.mark.sample(13)
 @pytest.mark.parametrize(("way", "name"), ALL, ids=lambda value: value)
 def test_a_trial_that_was_resumed_can_be_resumed_again(way, name):

@@ -100,6 +100,7 @@ def test_without_accepting_other_bits_trials_stay_and_that_is_said(tmp_path, war
     ranks.check_seats(place)
 
 
+@pytest.mark.slow
 def test_that_it_was_asked_for_is_on_record(tmp_path, warm_workers):
     go_on(tmp_path, warm_workers, 6, 4)
     place = go_on(tmp_path, warm_workers, 12, 2)
@@ -112,6 +113,7 @@ def test_that_it_was_asked_for_is_on_record(tmp_path, warm_workers):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("before", "after"), [("4 branches", 2), (4, "2 branches")])
 def test_passes_of_their_own_bits_stay(before, after, tmp_path, warm_workers):
@@ -241,6 +243,7 @@ def test_a_trial_that_lost_all_its_generations_begins_in_the_seat_that_was_asked
     ranks.check_seats(place)
 
 
+@pytest.mark.slow
 def test_trials_by_themselves_are_planned_smaller_like_others(tmp_path, warm_workers):
     """A batch that is larger than all before does not fit: it goes on in shards."""
     recipe = shoal.Recipe(model=_tower, data=_growing, loss=_loss)

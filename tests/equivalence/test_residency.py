@@ -104,6 +104,7 @@ def test_shards_may_run_all_micro_batches_while_they_are_there(
     check(recipe(clip_grad_norm=clip, precision=precision), technique)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("place", ["device", "host"])
 def test_the_same_under_poison_and_delays_with_two_trials_on_a_device(place, check):
@@ -119,6 +120,7 @@ def test_what_stays_at_the_turn_has_the_plain_bits_under_poison(place, lookahead
     check(recipe(accumulate=2), technique, poison=True)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_schedule_acts_on_kept_shards_and_on_those_that_step_on_the_host(precision, check):
@@ -131,6 +133,7 @@ def traps_schedule(optimizer: Any, hp: Any) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("order", ["micro", "shard"])
 @pytest.mark.parametrize("clip", [None, 0.5])

@@ -96,6 +96,7 @@ def test_in_shards_within_what_was_predicted(kind, watch):
     watch(recipe_of(kind), LR, technique, steps=4, exact=True)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("technique", [Pipelined(stages=2), Pipelined(stages=2, shards=4)])
 @pytest.mark.parametrize("kind", [Encoder, Fronted])
@@ -108,6 +109,7 @@ def test_a_look_at_the_type_between_them_is_refused_in_words(run_study):
         run_study(recipe_of(Typed), LR, technique=shoal.Spilled(shards=3), steps=2)
 
 
+@pytest.mark.slow
 def test_in_arrays_in_shards(run_study):
     recipe, space = recipe_of(Fronted), shoal.grid(lr=[0.01, 0.003])
     technique = shoal.Spilled(shards=3, optimizer="host")

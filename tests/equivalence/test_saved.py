@@ -57,6 +57,7 @@ def test_beside_shards_that_travel_and_inputs_that_wait(lookahead, place, train)
     assert "STORE s1 m0 boundary" not in actions
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.full), "bf16"])
 @pytest.mark.parametrize("model", sorted(forms.LAYERS))

@@ -329,6 +329,7 @@ def even(hp):
 OWN = {"loss": None, "step": own_step, "evaluate": own_evaluation}
 
 
+@pytest.mark.slow
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("of", "options"),

@@ -85,6 +85,7 @@ def test_a_search_over_smoothing_and_clipping_ends_on_the_bits_of_the_loop(way, 
     assert [verdict.equal for verdict in verdicts] == [True] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "technique",
@@ -137,6 +138,7 @@ def test_a_study_that_goes_on_has_the_same_loss(tmp_path, warm_workers):
     searched.assert_by_hand(study.run(hardware=hardware, **shown))
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("fuse", [None, 4])
 def test_a_population_that_changes_them_is_what_plain_loops_do(fuse, tmp_path, warm_workers):
@@ -334,6 +336,7 @@ def test_a_trial_whose_loss_has_other_numbers_trains_beside_the_compiled_ones(ru
     searched.assert_by_hand(report, near=1e-4)
 
 
+@pytest.mark.slow
 def test_trials_that_a_string_sends_elsewhere_are_of_two_shapes(run_study):
     recipe = searched.recipe(loss=searched.by_kind, metrics={}, clip_grad_norm=None)
     space = shoal.grid(lr=[1e-2], smoothing=[0.1, 0.3], kind=["hard", "soft"], drop=[0.1])

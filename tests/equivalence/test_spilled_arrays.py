@@ -106,6 +106,7 @@ def test_every_trial_ends_on_the_bits_of_its_slot(name, way, run_case, jobs):
     squads.assert_arrayed(report, report.trials, case.recipe, 4, **case.loop)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("devices", [1, 2])
 def test_generations_of_its_trials_do_not_disturb_it(devices, run_case):
@@ -269,6 +270,7 @@ def test_what_an_array_has_not_is_refused_by_name(technique, word, tmp_path):
     assert word in str(error.value)
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_cannot_be_done_for_all_leaves_no_stale_rows(run_study):
     recipe, space = unlucky.asking(), shoal.grid(lr=[0.01, 0.003], drop=[0.1, 0.4])
     technique = Spilled(shards=3, optimizer="device", keep=(0,))

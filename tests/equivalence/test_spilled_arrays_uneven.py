@@ -41,6 +41,7 @@ def test_a_short_batch_anywhere_in_a_step_leaves_the_bits_of_the_whole_array(
     squads.assert_arrayed(report, report.trials, recipe, 4, **loop)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [HOST, DEVICE], ids=["host", "device"])
 def test_weights_that_a_short_batch_passes_by_are_not_stepped(way, run_study):
     """Where nobody has a gradient for them, one by itself has, or those that ran together have."""
@@ -96,6 +97,7 @@ def test_a_batch_that_is_none_fails_its_trial_alone(bad, words, accumulate, run_
     squads.assert_arrayed(report, alive, recipe, 3, **loop)
 
 
+@pytest.mark.slow
 def test_those_whose_neighbour_failed_end_on_their_bits_when_the_study_goes_on(
     tmp_path, warm_workers
 ):
@@ -117,6 +119,7 @@ STAYING = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", STAYING, ids=["host", "device"])
 def test_a_trial_that_is_saved_where_it_is_goes_on_from_there(way, run_study, tmp_path):
     """It fails once, after steps of which each was saved; what stays on the device is in that."""
@@ -130,6 +133,7 @@ def test_a_trial_that_is_saved_where_it_is_goes_on_from_there(way, run_study, tm
     squads.assert_arrayed(report, report.trials, recipe, 2, **loop)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("technique", [None, HOST], ids=["whole", "in shards"])
 def test_a_neighbour_without_finite_numbers_is_nothing_to_one_that_waits(technique, run_study):
     """The trial that ends early sees the other's batch, and weighs nothing."""

@@ -108,6 +108,7 @@ def all_rows_at_once(hp):
     return train, DataLoader(texts.rows(), batch_size=44, collate_fn=texts.padded)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("fixed", [False, True], ids=["many lengths", "one length"])
 def test_large_validation_batches_are_evaluated_as_in_a_whole_array(fixed, run_study):
@@ -125,6 +126,7 @@ def failing(output, batch, hp):
     return F.cross_entropy(output, batch[1])
 
 
+@pytest.mark.slow
 def test_trials_come_to_slots_in_turn_and_one_fails_at_some_length(run_study):
     made = recipe(loss=failing)
     space = shoal.grid(lr=[0.01, 0.003], bad=[0, 1])
@@ -169,6 +171,7 @@ def long_last(hp):
     return [(ids, ids[:, 0] % 2) for ids in each], None
 
 
+@pytest.mark.slow
 def test_a_length_for_which_there_is_no_room_ends_nobody(run_study):
     made = recipe(data=long_last)
     space = shoal.grid(lr=[0.01, 0.003])
@@ -183,6 +186,7 @@ def test_a_length_for_which_there_is_no_room_ends_nobody(run_study):
     assert_exact(report, found, made)
 
 
+@pytest.mark.slow
 def test_a_part_that_only_some_lengths_use_has_trials_go_on_alone(run_study):
     made = recipe(Skipping, data=long_last)
     space = shoal.grid(lr=[0.01, 0.003], short=[True])

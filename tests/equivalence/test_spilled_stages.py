@@ -35,6 +35,7 @@ def test_what_stays_is_there_when_the_first_batch_is_looked_at(keep, run_staged)
     run_staged(unlucky.probability(), Pipelined(stages=2, shards=4, optimizer="host", keep=keep))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "technique",
     [
@@ -93,6 +94,7 @@ def test_what_stays_and_what_comes_ahead_changes_no_bit(technique, run_staged):
     run_staged(staging.rich(), technique)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("poison", [True])
 @pytest.mark.parametrize("schedule", ["gpipe", "flush"])
 @pytest.mark.parametrize("place", ["host", pytest.param("device", marks=pytest.mark.full)])
@@ -231,6 +233,7 @@ def test_batches_in_pieces_end_on_the_bits_of_as_many_micro_batches(run_staged):
 # -- leases -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "keep"),
     [("host", (1,)), pytest.param("device", (0, 3), marks=pytest.mark.full)],

@@ -40,6 +40,7 @@ def test_every_model_beside_a_shard_that_stays(model, watch):
     watch(recipe, space_of(model), split(shards=4, keep=(1,)), poison=True)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("order", ["micro", "shard"])
 def test_shards_that_take_several_micro_batches_and_keep_their_place_at_the_turn(order, watch):
@@ -104,6 +105,7 @@ def test_who_reads_otherwise_goes_on_with_whole_weights(run_study, assert_alone)
 # -- a generation -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("first", "then"), [("split", "split"), ("split", "float32"), ("float32", "split")]

@@ -79,6 +79,7 @@ def test_a_block_that_begins_in_place_does_not_touch_the_boundary(check):
     check(make_recipe(traps.InPlace), shards=4)
 
 
+@pytest.mark.slow
 def test_a_key_value_cache_is_not_filled_twice(check):
     recipe = make_recipe(traps.gpt2, data=traps.token_data, loss=None)
     check(recipe)
@@ -192,6 +193,7 @@ def test_tensors_of_other_types_and_shapes_keep_their_bits(model, place, check):
     check(make_recipe(model), optimizer=place)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("place", ["device", "host"])
 def test_poison_changes_no_bits(place, check):

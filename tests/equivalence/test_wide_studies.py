@@ -63,6 +63,7 @@ def test_models_that_break_a_careless_engine(model, schedule, run_staged):
     run_staged(recipe, wide(schedule=schedule))
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("model", "schedule", "precision"),
@@ -92,6 +93,7 @@ def test_uneven_steps_and_evaluations_anywhere(run_staged):
     assert len(report.trials[0].history) == 4
 
 
+@pytest.mark.slow
 def test_batches_in_pieces(run_staged):
     recipe = staging.rich(2, splittable=True)
     report = run_staged(recipe, wide(schedule="2bw", micro_batches=8))
@@ -127,6 +129,7 @@ def test_validation_batches_go_to_the_copies_in_turn(run_staged):
     assert sorted(forwards) == ["cpu:1"] * 4 + ["cpu:3"] * 2
 
 
+@pytest.mark.slow
 def test_a_buffer_that_evaluation_changes_is_one_copys(run_staged):
     run_staged(staging.trap(accumulate=4, data=staging.even, model=staging.counts), wide())
 
@@ -143,6 +146,7 @@ def test_a_buffer_that_a_later_validation_batch_changes_fails_the_trial_in_words
 # -- leases, generations, resuming ------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["flush", "2bw"])
 def test_every_generation_is_of_one_step(schedule, run_study):

@@ -168,6 +168,7 @@ def replaced(hp):
     return model(hp).append(Replaced(3, 3))
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [{}, {"technique": shoal.Spilled(shards=2)}])
 def test_a_base_of_which_each_trial_has_a_little_of_its_own_is_shared_but_for_that(options, run):
@@ -198,6 +199,7 @@ def test_where_the_weights_of_finished_trials_are_kept(keep, run):
             assert torch.equal(trial.load().state_dict()[name], tensor)
 
 
+@pytest.mark.slow
 def test_who_goes_on_from_another_ones_state_has_its_base(run):
     space = {"lr": shoal.log_uniform(1e-3, 1e-1)}
     pruner = shoal.PBT(interval=1, quantile=0.25)

@@ -68,6 +68,7 @@ def train(run_study, assert_alone):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("row", NORMAL, ids=map(name_of, NORMAL))
 def test_a_model_of_another_form_trains_in_shards_as_alone(row, train):

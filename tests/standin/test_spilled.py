@@ -50,6 +50,7 @@ def test_trials_larger_than_their_budget_have_the_plain_bits_and_stay_within_it(
     assert found["peak"] <= found["budget"]
 
 
+@pytest.mark.slow
 def test_a_model_whose_state_is_larger_than_the_gpu_is_measured_there_layer_by_layer():
     found = run("host", "48MiB", 95 * MIB)  # its state is 128 MiB
 

@@ -93,6 +93,7 @@ def test_a_study_that_runs_before_is_read_and_not_trained_again(tmp_path, capsys
     assert Snapshot.of(read_outline(place.parent / "first")).runs == 1
 
 
+@pytest.mark.slow
 def test_functions_of_modules_beside_the_script_are_found(tmp_path, monkeypatch):
     (tmp_path / "besides.py").write_text(
         "from torch import nn\ndef net(hp): return nn.Linear(4, 2)"

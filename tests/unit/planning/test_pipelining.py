@@ -214,6 +214,7 @@ def test_stale_and_guessed_weights_and_cut_batches_are_in_the_key(plan):
     assert cut.micro_batches == 4  # batches, of which a step has as many as ever
 
 
+@pytest.mark.slow
 def test_how_many_stages_there_are_is_placement(plan):
     keys = [
         plan(Pipelined(schedule="2bw", stages=stages), devices=4).jobs[0].numerics
@@ -429,6 +430,7 @@ def test_two_stages_may_not_change_one_buffer(plan):
 # -- copies ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_copies_are_planned_with_stages_and_cuts(plan):
     found = plan(Pipelined(width=2), devices=5)
     (job,) = found.jobs

@@ -156,6 +156,7 @@ def test_a_schedule_that_was_named_is_not_weighed(plan):
     assert "is taken" not in why(job)
 
 
+@pytest.mark.slow
 def test_idle_devices_are_a_stale_pipeline_where_that_is_sooner_than_spilling(plan, monkeypatch):
     monkeypatch.setattr(Deciding, "_price", lambda self, settled: Price(100.0, 1.0))
     options = {"memory": SMALL, "devices": 3, "idle": True}
