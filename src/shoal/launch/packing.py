@@ -21,7 +21,7 @@ from cloudpickle.cloudpickle import _make_empty_cell
 from torch._library.custom_ops import CustomOpDef
 
 from shoal.core.closures import closed_over
-from shoal.core.codes import names_in
+from shoal.core.codes import found_by_name, names_in
 from shoal.core.errors import SpecError
 from shoal.core.units import format_bytes
 from shoal.launch.reached import imported_for_itself, named_objects, reached
@@ -255,8 +255,14 @@ class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]  # it has no typ
         cloudpickle.CloudPickler.dispatch_table,
     )
 
-    def __init__(self, file: io.BytesIO, state: ModuleState | None = None) -> None:
+    def __init__(
+        self,
+        file: io.BytesIO,
+        state: ModuleState | None = None,
+        going: dict[int, bool] | None = None,
+    ) -> None:
         super().__init__(file)
+        self._going = {} if going is None else going
         self._numbers: Mapping[int, int] = state.numbers if state else {}
         self._homes: Sequence[str] = state.homes if state else ()
         self._cells: dict[int, tuple[CellType, _EmptyCell]] = {}
@@ -278,10 +284,29 @@ class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]  # it has no typ
         if _is_special_module(value):
             return importlib.import_module, (value.__name__,)
         if isinstance(value, FunctionType) and value.__globals__.get("__name__") in MAINS:
-            return self._dynamic_function_reduce(value)
+            return self._of_main(value)
         if isinstance(value, CustomOpDef):
             return _where_defined(value)
         return super().reducer_override(value)
+
+    def _of_main(self, function: FunctionType) -> tuple[Any, ...]:
+        """By value, with globals that it names and those of which it may make the names."""
+        reduced: tuple[Any, ...] = self._dynamic_function_reduce(function)
+        _, parts = reduced[2]
+        known = {name: one for name, one in found_by_name(function).items() if self._goes(one)}
+        parts["__globals__"] = known | parts["__globals__"]
+        return reduced
+
+    def _goes(self, value: Any) -> bool:
+        """Whether it can be sent, of what code may not ask for at all."""
+        if id(value) not in self._going:
+            self._going[id(value)] = True  # also where it leads back to itself
+            tried = _Pickler(io.BytesIO(), going=self._going)
+            with suppress(Exception):  # whatever its own code raises
+                tried.dump(value)
+                return True
+            self._going[id(value)] = False
+        return self._going[id(value)]
 
     def _function_getnewargs(self, function: FunctionType) -> tuple[Any, ...]:
         """Cells that functions share are shared afterwards too; what is in them comes later."""

@@ -17,6 +17,7 @@ from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from shoal.core.closures import closed_over
+from shoal.core.codes import found_by_name
 from shoal.resume.code import Definitions, digest_of, names_of, names_of_code, text_of
 from shoal.resume.home import Home, module_of, unwrap
 from shoal.resume.words import (
@@ -145,6 +146,7 @@ class Walk:
             self._add_globals(function, function.__globals__, names_of_code(code))
             self._add_values(name, _defaults(function))  # else a part of the text
         self._add_values(name, _closure(function))
+        self._add_by_name(function)
 
     def _follow_class(self, kind: type) -> None:
         name, methods = self._names[id(kind)], list(_methods(kind))
@@ -157,11 +159,18 @@ class Walk:
             self.sources[name] = "class of " + ", ".join([*parts, *map(self._meet, methods)])
         for method in methods:
             self._add_values(name, _closure(method))
+            self._add_by_name(method)
 
     def _add_values(self, name: str, values: Mapping[str, Any]) -> None:
         """What a definition has of its own: defaults, and variables around it."""
         for variable, value in values.items():
             self.sources[f"{name}: {variable}"] = f"{variable} = {self._named(variable, value)}"
+
+    def _add_by_name(self, function: FunctionType) -> None:
+        """Definitions that it may come to by ``globals()`` or ``eval``."""
+        for value in map(unwrap, found_by_name(function).values()):
+            if self._is_own_definition(value):
+                self._meet(value)
 
     # -- globals ------------------------------------------------------------------------------
 

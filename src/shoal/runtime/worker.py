@@ -26,6 +26,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import cloudpickle
 import torch
@@ -56,6 +57,15 @@ from shoal.runtime.output import TrialOutput
 from shoal.workerenv import die_with_parent, ignore_interrupts, warm_up
 
 Orders = queue.SimpleQueue[tuple[Order, tuple[int, ...]]]
+
+
+def __getattr__(name: str) -> Any:
+    """For who takes this module, which is ``__main__`` here, for the user's file."""
+    raise AttributeError(
+        f"{__name__!r}, which is __main__ in a process that trains, has no {name!r}. If your file "
+        "defines that: functions of the file find it by its name, or by globals() and a name, and "
+        "not in a module __main__, which stays in the study's process."
+    )
 
 
 def main() -> None:

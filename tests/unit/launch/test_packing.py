@@ -63,6 +63,28 @@ def _read(packed: bytes) -> tuple[object, ...]:
     return *others, scale.get(), unset.get(None)
 
 
+def test_what_code_makes_the_names_of_travels() -> None:
+    """As ``globals()[hp["model"]]`` does; what cannot is not asked for, maybe."""
+    file = {"__name__": "__main__", "nn": torch.nn, "lock": threading.Lock(), "WIDTH": 3}
+    text = """
+class Net(nn.Linear):
+    def __init__(self):
+        super().__init__(WIDTH, 1)
+
+def held(lock=lock): ...
+def wide(hp): return globals()[hp["model"]](), "held" in globals(), "nn" in globals()
+def spelled(hp): return eval(hp["model"]), eval("WIDTH")
+def named(hp): return Net.eval(Net()), "WIDTH" in {**vars(hp)}
+"""
+    exec(text, file)
+    packed = {name: packing._dumps(file[name]) for name in ("wide", "spelled", "named")}
+    there = {name: cloudpickle.loads(one) for name, one in packed.items()}
+    made, *others = there["wide"]({"model": "Net"})
+    assert (type(made).__name__, made.in_features, others) == ("Net", 3, [False, True])
+    assert there["spelled"]({"model": "nn.Tanh()"})[1] == 3
+    assert "spelled" not in there["named"].__globals__
+
+
 def test_what_cannot_travel_is_named() -> None:
     lock = threading.local()
 

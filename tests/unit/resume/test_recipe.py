@@ -171,6 +171,15 @@ def test_a_local_name_is_no_global_one(describe: Describe) -> None:
     assert list(describe(text + "\nrecipe = Recipe(model=build)\n").sources) == ["build"]
 
 
+def test_what_code_may_come_to_by_a_name_that_it_makes_is_followed(describe: Describe) -> None:
+    text = "def one(): return 1\n\ndef other(): return 2\n\ndef build(hp): return CALL\n"
+    recipe = "\nrecipe = Recipe(model=build)\n"
+
+    for call in ("globals()[hp['model']]()", "eval(hp['model'])()"):
+        assert {*describe(text.replace("CALL", call) + recipe).sources} >= {"one", "other"}
+    assert list(describe(text.replace("CALL", "hp.eval()") + recipe).sources) == ["build"]
+
+
 def test_base_classes_decorators_and_defaults_are_followed(describe: Describe) -> None:
     text = """
 import functools
