@@ -188,16 +188,15 @@ def one_look_at_modules():
 
 
 @pytest.fixture
-def look_at_modules(one_look_at_modules, own_modules):
+def look_at_modules(one_look_at_modules):
     """Each study of this test looks for what is in modules, as any study does.
 
-    Those of the tests themselves are left out, since they come to hold more and more.
+    Of those that came with the test: the others are of other tests, and hold more and more.
     """
+    before = frozenset(sys.modules)
 
     def others():
-        return {
-            name: module for name, module in users_modules().items() if name not in own_modules
-        }
+        return {name: module for name, module in users_modules().items() if name not in before}
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shoal.launch.plan, "find_changes", find_changes)
