@@ -30,6 +30,7 @@ def run(run_study, assert_alone, monkeypatch, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_raises_at_a_chunk_fails_its_trial_and_leaves_the_step_before(run):
     _, harmed, recipe = run("raise again")
     assert harmed.state == "FAILED"

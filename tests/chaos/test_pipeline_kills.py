@@ -64,6 +64,7 @@ def run_under_fire(
     check_clean(runner, shared)
 
 
+@pytest.mark.slow
 def test_pipelines_killed_at_random_instants_end_on_the_same_bits(tmp_path):
     run_under_fire(tmp_path, "flush", kills=1, seed=random.SystemRandom().randrange(10**6))
 

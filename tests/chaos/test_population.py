@@ -126,6 +126,7 @@ def test_a_population_killed_at_a_random_instant_comes_to_the_same(tmp_path, und
     assert populations.outcome(runner.place) == undisturbed
 
 
+@pytest.mark.slow
 def test_the_death_of_workers_changes_nothing(tmp_path, undisturbed):
     runner = Runner(tmp_path, maker="populations")
     process = runner.start(**{studies.PACE_S: "0.05"})

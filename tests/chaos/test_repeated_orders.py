@@ -96,6 +96,7 @@ def test_a_clone_killed_when_it_is_recorded_is_made_once(tmp_path, words):
         studies.check_alone(runner.place, 1)
 
 
+@pytest.mark.slow
 def test_an_extension_of_a_study_that_dies_before_it_answers_is_not_added_twice(tmp_path):
     runner = make(tmp_path, epochs=8)  # long enough to be asked for more
     process = runner.start("kill before StudyChanged", **{studies.PACE_S: "0.02"})

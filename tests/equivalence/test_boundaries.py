@@ -22,6 +22,7 @@ def train(watch):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("lookahead", [0, 1, 2])
 @pytest.mark.parametrize("place", ["device", "host"])

@@ -175,6 +175,7 @@ def test_a_trial_alone_ends_as_the_loop(name, optimizer, run):
         assert_same(plain_loop(of, trial.hp, trial.seed, epochs=EPOCHS), trial)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("optimizer", [momentum, adam])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_in_an_array_too_or_it_leaves_it(name, optimizer, run):

@@ -199,6 +199,7 @@ def test_trials_that_take_turns_on_a_device(run_study, assert_alone, impatient):
     assert_alone(report, report.trials, trap(), epochs=4)
 
 
+@pytest.mark.slow
 def test_a_study_that_was_stopped_goes_on(interrupted, assert_alone):
     recipe = zoo.recipe(accumulate=3, clip=0.5, schedule=True)
     space = {"model": "gpt", "optimizer": "adamw", "lr": 1e-2}

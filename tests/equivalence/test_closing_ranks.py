@@ -141,6 +141,7 @@ def test_without_a_pruner_nobody_is_to_get_another_seat(tmp_path):
     assert all(job.array.rooms == () for job in plan.jobs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gan"])
 def test_trials_with_a_step_of_their_own(kind, tmp_path, warm_workers):
     recipe = ownsteps.recipe(kind)

@@ -284,6 +284,7 @@ def test_measuring_beside_a_replica_leaves_it_in_its_group(sharded):
     assert not torch.distributed.is_initialized()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("technique", [DDP, pytest.param(FSDP, marks=pytest.mark.full)])
 def test_a_search_measures_new_shapes_while_replicas_train(technique, tmp_path, warm_workers):
     recipe = twins.recipe(model=twins.of_width, loss=twins.slow_loss, data=staging.even)

@@ -234,6 +234,7 @@ def test_where_trials_come_to_answer_otherwise_by_their_own_numbers_they_go_on_a
     squads.assert_verified(report, recipe)
 
 
+@pytest.mark.slow
 def test_in_shards_who_comes_to_answer_otherwise_than_most_goes_on_alone(run_study):
     recipe = dataclasses.replace(RECIPE, model=late)
     report = run_study(recipe, SPACE, epochs=8, fuse=3, technique=shoal.Spilled(shards=2))

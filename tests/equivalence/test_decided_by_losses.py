@@ -111,6 +111,7 @@ RECIPES = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("technique", [None, shoal.Spilled(shards=2)], ids=str)
 @pytest.mark.parametrize("name", RECIPES)
 def test_models_train_as_an_array_and_each_loss_as_alone(name, technique, run_study):

@@ -133,6 +133,7 @@ def test_trials_that_wait_for_each_other_are_within_the_budget(bench, pruner, ke
     assert bench.most <= budget
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", [1, 2])
 def test_what_those_of_earlier_runs_share_with_later_ones_is_not_asked_for_again(bench, keep):
     """Also where one trial is left, which has nobody beside it that shares."""

@@ -105,6 +105,7 @@ def unequal(one, other):
 STEPS = [[(9, 9, 6, 6)], [(5, 9, 7, 12)], [(8, 8, 8, 8)], [(9, 4, 9, 9)], [(9, 9, 6, None)]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", [StackedBackend, TracedBackend])
 def test_a_slots_bits_do_not_depend_on_whose_batches_are_as_long(backend):
     array = array_of(recipe(), backend)

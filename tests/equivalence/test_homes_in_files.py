@@ -78,6 +78,7 @@ WAYS = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("how", WAYS.values(), ids=WAYS)
 def test_states_that_do_not_fit_the_hosts_memory_are_in_files_to_the_same_bits(
     how, run, place, assert_alone

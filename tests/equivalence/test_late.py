@@ -123,6 +123,7 @@ def test_state_that_comes_at_the_end_of_several_micro_batches(
     train(recipe, rates(), technique, poison=True)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("lookahead", [0, 1, 2])
 def test_late_state_beside_a_shard_that_travels_whole(lookahead, train):

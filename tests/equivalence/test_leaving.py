@@ -101,6 +101,7 @@ def loss(output, batch):
     return F.cross_entropy(output, batch[1])
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("model", "after"), [(frozen, 9), (small, 5)])
 @pytest.mark.parametrize("way", WAYS)

@@ -70,6 +70,7 @@ def test_a_buffer_that_a_schedule_assigns_stays_in_the_array(run_study):
     assert_close(report, recipe, steps=8, eval_every=4)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("accumulate", [2, 3])
 @pytest.mark.parametrize("technique", [None, shoal.Spilled(shards=2)])

@@ -128,6 +128,7 @@ def test_each_trial_is_its_slot_alone_and_near_the_plain_loop(changes, fuse, run
     assert all(peak.peak_bytes <= peak.predicted_bytes for peak in heard.of(PeakMeasured))
 
 
+@pytest.mark.sample(5)
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", fusing.MODELS)
 def test_a_frozen_backbone_of_any_architecture_is_there_once(name, monkeypatch):
@@ -163,6 +164,7 @@ def test_a_frozen_backbone_of_any_architecture_is_there_once(name, monkeypatch):
     assert notes[True] == notes[False]
 
 
+@pytest.mark.slow
 def test_it_is_verified(run_study):
     of = recipe(clip_grad_norm=0.5)
 
@@ -231,6 +233,7 @@ def test_compiled_code_has_it_once_too(run_study):
     squads.assert_verified(report, of)
 
 
+@pytest.mark.slow
 def test_a_population_goes_on_over_one_base(tmp_path, warm_workers):
     of = recipe()
     study = shoal.Study(

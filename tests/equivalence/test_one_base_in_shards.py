@@ -136,6 +136,7 @@ def planned(name, model, tmp_path, **options):
     return study.plan(hardware=shoal.Hardware.virtual(devices=1, memory="4MiB"), **options)
 
 
+@pytest.mark.slow
 def test_where_the_base_does_not_fit_it_comes_once_for_all_of_them(tmp_path):
     """Of shards none of which stays, since what would pay follows from this machine's links."""
     travels = {"technique": shoal.Spilled(optimizer="host", keep=())}

@@ -21,6 +21,7 @@ TECHNIQUES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("technique", TECHNIQUES, ids=str)
 def test_a_trial_that_waits_refers_to_no_memory_of_the_device(technique, run_study, impatient):

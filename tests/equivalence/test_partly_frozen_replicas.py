@@ -26,6 +26,7 @@ def kinds():
             yield pytest.param(model, technique, marks=marks, id=f"{model.__name__}, {name}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "technique"), list(kinds()))
 def test_a_replica_holds_what_its_plan_says(model, technique, run_replicas):
     """The fullest of them to a hundredth, and none more."""

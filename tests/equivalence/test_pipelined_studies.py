@@ -222,6 +222,7 @@ STAYS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("technique", "devices", "every"), STAYS, ids=str)
 def test_trials_that_leave_and_come_back_end_on_the_same_bits(
@@ -290,6 +291,7 @@ def test_every_generation_is_of_one_step(schedule, run_study):
         assert found.equal, f"step {step}: {found.first_difference}"
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["flush", "2bw"])
 def test_pipelines_that_share_devices_take_turns(schedule, run_staged):

@@ -82,6 +82,7 @@ def test_trials_that_come_later_have_the_width_of_those_that_went_on(tmp_path, w
     ranks.check_seats(place)
 
 
+@pytest.mark.slow
 def test_trials_that_ended_stay_what_they_were(tmp_path, warm_workers):
     place = go_on(tmp_path, warm_workers, 6, 4)
     go_on(tmp_path, warm_workers, 6, 2, trials=TRIALS + 2)

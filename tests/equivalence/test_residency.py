@@ -163,6 +163,7 @@ def test_all_shards_may_stay(check):
         check(chain, shoal.Spilled(shards=3, optimizer=place, keep=(0, 1, 2)))
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_trial_with_kept_shards_goes_on_from_its_generation(precision, check):

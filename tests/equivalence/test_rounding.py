@@ -39,6 +39,7 @@ def test_every_model_has_the_plain_bits(model, technique, train):
     train(zoo.recipe(precision="bf16-sr", clip=0.5), technique, model=model)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("place", ["device", "host"])
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -49,6 +50,7 @@ def test_where_it_steps_changes_nothing(optimizer, accumulate, place, train):
     train(recipe, technique, optimizer=optimizer, poison=True)
 
 
+@pytest.mark.slow
 def test_matrices_are_saved_as_bfloat16_and_read_back(train):
     report = train(zoo.recipe(precision="bf16-sr"), "spilled")
     weights = report.trials[0].load_state()["model"]

@@ -121,6 +121,7 @@ WAYS = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_trial_ends_as_alone(way, accumulate, run):

@@ -147,6 +147,7 @@ def test_a_neighbour_without_finite_numbers_is_nothing_to_one_that_waits(techniq
         squads.assert_near([trial], recipe, 1e-6, **loop)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("technique", [HOST, pytest.param(DEVICE, marks=pytest.mark.full)])
 def test_nor_is_one_whose_loss_is_finite_and_its_gradient_is_not(technique, run_study):
     recipe, loop = uneven.neighbours(model=uneven.rooted, clip_grad_norm=0.5), {"epochs": 1}
@@ -158,6 +159,7 @@ def test_nor_is_one_whose_loss_is_finite_and_its_gradient_is_not(technique, run_
 # -- what metrics are given ---------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "model"),

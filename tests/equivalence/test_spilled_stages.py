@@ -312,6 +312,7 @@ def test_a_model_whose_stages_fit_no_device_trains_over_two(
     assert all(peak.predicted_bytes <= peak.budget_bytes for peak in peaks.values())
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("schedule", ["flush", pytest.param("gpipe", marks=pytest.mark.full)])

@@ -114,6 +114,7 @@ def test_what_was_allowed_once_goes_on_when_it_is_not_any_more(stopped, run):
     staging.assert_staged(report, staging.rich(), STALE, epochs=6)
 
 
+@pytest.mark.slow
 def test_trials_that_are_added_and_cloned_train_as_the_others_do(stopped, run):
     recipe = staging.rich(stale=ALLOWED)
     stopped(recipe)

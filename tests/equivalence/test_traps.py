@@ -250,6 +250,7 @@ def test_a_data_source_draws_from_its_trials_streams_in_turn(source, shards, che
     check(recipe, space=shoal.grid(lr=[0.01, 0.02]), steps=7, shards=shards)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("shards", [None, 3])
 def test_when_one_evaluates_changes_nothing(shards, check):

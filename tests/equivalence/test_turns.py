@@ -68,6 +68,7 @@ def train(run_study, assert_alone, monkeypatch):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("rule", RULES)
 def test_a_mix_trains_to_the_plain_bits_by_every_rule(rule, train):

@@ -239,6 +239,7 @@ def test_an_object_of_a_package_that_the_file_names_is_the_packages(
     assert sorted(trial.load().first.weight.shape[0] for trial in report.trials) == [3, 6]
 
 
+@pytest.mark.slow
 def test_what_workers_cannot_be_given_is_told_once_for_each_value(write, run_study, tmp_path):
     """``session`` is made by and by in the study's process, and cannot travel."""
     (tmp_path / "gears.py").write_text("session, width = None, 4\n")

@@ -89,6 +89,7 @@ def run_with(run_study, jobs):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -97,6 +98,7 @@ def test_one_that_fails_is_nothing_to_those_whose_inputs_come_back(way, accumula
     run_with(["good", "bad"], straight, way, accumulate)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("accumulate", [1, 2])

@@ -198,6 +198,7 @@ RESUMES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("technique", "then"), RESUMES, ids=str)
 def test_an_interrupted_study_goes_on_to_the_same_bits(

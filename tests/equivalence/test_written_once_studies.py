@@ -245,6 +245,7 @@ def flip(path):
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
+@pytest.mark.slow
 def test_a_damaged_base_costs_a_generation_and_is_not_handed_on(run, tmp_path):
     first = run(study={"epochs": 1})
     newest = saved(first, 0)[-1]

@@ -24,6 +24,7 @@ def adapters(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("adapters")
 
 
+@pytest.mark.slow
 def test_it_trains_spilled_as_alone_and_the_base_is_on_the_disk_twice(
     adapters: Any, run_study: Any, assert_alone: Any
 ) -> None:

@@ -186,6 +186,7 @@ SCHEDULES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", SCHEDULES)
 def test_a_schedule_that_cannot_go_on_from_what_was_saved_is_called_that(misfit, what):
     words, said = SCHEDULES[what]

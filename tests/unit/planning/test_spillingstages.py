@@ -141,6 +141,7 @@ def test_a_plan_says_what_spilled_stages_would_take_where_nobody_asked(plan):
     assert "as a pipeline of 2 spilled stages a step would take about" in words
 
 
+@pytest.mark.slow
 def test_devices_that_would_idle_are_spilled_stages_where_those_are_quicker(plan, monkeypatch):
     from shoal.planner.price import Price
     from shoal.planning.deciding import Deciding
