@@ -55,7 +55,7 @@ def changes_of(space: Mapping[str, Distribution]) -> Changes:
 def _size(entry: Distribution) -> int:
     """How many values; 0 where all of them are floats."""
     if isinstance(entry, Integer):
-        return entry.hi - entry.lo + 1
+        return entry.count
     if isinstance(entry, Choice) and any(type(value) is not float for value in entry.values):
         return len(entry.values)
     return 0
@@ -63,7 +63,7 @@ def _size(entry: Distribution) -> int:
 
 def _values(entry: Distribution) -> tuple[Scalar, ...]:
     if isinstance(entry, Integer):
-        return tuple(range(entry.lo, entry.hi + 1))
+        return tuple(map(entry.at, range(entry.count)))
     assert isinstance(entry, Choice)
     return entry.values
 

@@ -141,8 +141,8 @@ def _values(entry: Distribution) -> Sequence[Scalar]:
         return entry.values[:MOST]
     if not isinstance(entry, Integer):
         return ()
-    stride = max(1, (entry.hi - entry.lo) // _SOME)
-    return sorted({*range(entry.lo, entry.hi, stride), entry.hi})
+    stride = max(1, (entry.count - 1) // _SOME)
+    return sorted({*map(entry.at, range(0, entry.count, stride)), entry.hi})
 
 
 def difference(one: Made | None, other: Made | None) -> str:

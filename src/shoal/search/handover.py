@@ -7,7 +7,7 @@ import os
 import sqlite3
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -149,8 +149,12 @@ def _with(distribution: Distribution | None, values: Sequence[Scalar]) -> Distri
     if isinstance(distribution, Uniform | Integer) and len(numbers) == len(values):
         low, high = min(distribution.lo, *numbers), max(distribution.hi, *numbers)
         is_log = distribution.log and low > 0
-        if isinstance(distribution, Integer) and all(isinstance(n, int) for n in numbers):
-            return Integer(int(low), int(high), is_log)
+        if isinstance(distribution, Uniform):
+            wide = replace(distribution, lo=low, hi=high, log=is_log)
+            return wide if all(map(wide.has, numbers)) else replace(wide, step=None)
+        if all(isinstance(n, int) for n in numbers):
+            whole = replace(distribution, lo=int(low), hi=int(high), log=is_log)
+            return whole if all(map(whole.has, numbers)) else replace(whole, step=1)
         return Uniform(low, high, is_log)
     known = distribution.values if isinstance(distribution, Choice) else ()
     return Choice(tuple({(type(value), value): value for value in (*known, *values)}.values()))

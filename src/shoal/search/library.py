@@ -107,9 +107,11 @@ def suggest(trial: Any, name: str, distribution: Distribution) -> Scalar:
     """One value, as the sampler wants it."""
     value: Scalar
     if isinstance(distribution, Uniform):
-        value = trial.suggest_float(name, distribution.lo, distribution.hi, log=distribution.log)
+        how = {"log": distribution.log, "step": distribution.step}
+        value = trial.suggest_float(name, distribution.lo, distribution.hi, **how)
     elif isinstance(distribution, Integer):
-        value = trial.suggest_int(name, distribution.lo, distribution.hi, log=distribution.log)
+        how = {"log": distribution.log, "step": distribution.step}
+        value = trial.suggest_int(name, distribution.lo, distribution.hi, **how)
     else:
         value = trial.suggest_categorical(name, distribution.values)
     return value
@@ -119,9 +121,11 @@ def to_optuna(optuna: Any, distribution: Distribution) -> Any:
     """A distribution of ours as one of Optuna's."""
     kinds = optuna.distributions
     if isinstance(distribution, Uniform):
-        return kinds.FloatDistribution(distribution.lo, distribution.hi, log=distribution.log)
+        how = {"log": distribution.log, "step": distribution.step}
+        return kinds.FloatDistribution(distribution.lo, distribution.hi, **how)
     if isinstance(distribution, Integer):
-        return kinds.IntDistribution(distribution.lo, distribution.hi, log=distribution.log)
+        how = {"log": distribution.log, "step": distribution.step}
+        return kinds.IntDistribution(distribution.lo, distribution.hi, **how)
     return kinds.CategoricalDistribution(distribution.values)
 
 

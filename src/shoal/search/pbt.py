@@ -26,7 +26,7 @@ from shoal.core.aim import metric_rank
 from shoal.core.errors import SpecError
 from shoal.core.units import counted
 from shoal.core.values import is_number, plain
-from shoal.search.space import Choice, Distribution, Integer, Point
+from shoal.search.space import Choice, Distribution, Integer, Point, Uniform
 
 _EXAMPLE = "pruner=shoal.PBT(interval=1, quantile=0.25)"
 
@@ -177,9 +177,9 @@ def _explored(
         return _neighbour(distribution, value, draw.random())
     assert isinstance(value, int | float)
     factor = asked.perturb[int(len(asked.perturb) * draw.random())]
-    if isinstance(distribution, Integer):
+    if isinstance(distribution, Integer) and distribution.step == 1:
         return _whole(distribution, value, factor)
-    return min(max(value * factor, distribution.lo), distribution.hi)
+    return _multiplied(distribution, value, factor)
 
 
 def _neighbour(choice: Choice, value: object, unit: float) -> int | float | str | bool | None:
@@ -196,6 +196,14 @@ def _whole(integer: Integer, value: float, factor: float) -> int:
     if new == value and factor != 1:
         new += 1 if factor > 1 else -1
     return min(max(new, integer.lo), integer.hi)
+
+
+def _multiplied(entry: Uniform | Integer, value: float, factor: float) -> float:
+    """The value of a range that is nearest; by a step at least, where the factor says so."""
+    new = entry.nearest(value * factor)
+    if entry.step is not None and new == value and factor != 1:
+        new = entry.nearest(value + (entry.step if factor > 1 else -entry.step))
+    return new
 
 
 def _why_fixed(name: str, entry: Distribution) -> str:

@@ -18,12 +18,10 @@ from shoal.core.units import counted
 from shoal.search.space import (
     Choice,
     Distribution,
-    Integer,
     Point,
     Space,
-    Uniform,
     check_space,
-    entries,
+    endless,
     is_finite,
     size,
     walk,
@@ -38,7 +36,8 @@ def sample(
 
     A finite space is a grid: the full product, the first name slowest. Fewer trials
     than points take a seeded subset, whose first members do not depend on their
-    number. ``trials=None`` means all of a grid.
+    number. ``trials=None`` means all of a grid. One that is asked for lists the values of ranges
+    too, but those that have no end.
 
     Raises:
         SpecError: more trials than points, an infinite grid, or an unknown sampler.
@@ -48,11 +47,11 @@ def sample(
     kind = _sampler_kind(sampler, finite)
     check_trials(trials)
     if kind == "grid":
-        if not finite:
-            raise SpecError(_infinite(distributions))
+        if name := endless(distributions):
+            raise SpecError(_infinite(name))
         return [_point(distributions, i) for i in _grid_indices(distributions, trials, seed)]
     if trials is None:
-        raise SpecError("how many trials? This space is sampled at random: give trials=N.")
+        raise SpecError(_how_many(distributions))
     return [_draw(distributions, seed, number) for number in range(trials)]
 
 
@@ -99,12 +98,17 @@ def check_trials(trials: Any) -> None:
         raise SpecError(f"trials is a whole number from 1, got {trials!r}.")
 
 
-def _infinite(distributions: dict[str, Distribution]) -> str:
-    name, found = next(e for e in entries(distributions) if isinstance(e[1], Uniform | Integer))
+def _infinite(name: str) -> str:
     return (
-        f"sampler='grid' needs a finite space, but {name!r} is "
-        f"{type(found).__name__}. Use choice(...) there, or sampler='random'."
+        f"sampler='grid' needs a finite space, but {name!r} is Uniform. Use choice(...) or "
+        "uniform(..., step=...) there, or sampler='random'."
     )
+
+
+def _how_many(distributions: Mapping[str, Distribution]) -> str:
+    count = "" if endless(distributions) else counted(size(distributions), "point")
+    rest = f", or sampler='grid' for each of its {count}" if count else ""
+    return f"how many trials? This space is sampled at random: give trials=N{rest}."
 
 
 def _grid_indices(
@@ -135,17 +139,16 @@ def _point(distributions: Mapping[str, Distribution], index: int) -> Point:
     """Point ``index`` of the product, the last name changing fastest."""
     parts: list[Point] = []
     for name, distribution in reversed(list(distributions.items())):
-        assert isinstance(distribution, Choice)
         index, position = divmod(index, ways(distribution))
         parts.append(_way(name, distribution, position))
     return {name: value for part in reversed(parts) for name, value in part.items()}
 
 
-def _way(name: str, choice: Choice, position: int) -> Point:
-    """Point ``position`` of a choice and what comes with its values."""
-    if not choice.branches:
-        return {name: choice.values[position]}
-    for value, branch in zip(choice.values, choice.branches, strict=True):
+def _way(name: str, entry: Distribution, position: int) -> Point:
+    """Point ``position`` of an entry and what comes with its values."""
+    if not isinstance(entry, Choice) or not entry.branches:
+        return {name: entry.at(position)}
+    for value, branch in zip(entry.values, entry.branches, strict=True):
         if position < size(branch):
             return {name: value, **_point(branch, position)}
         position -= size(branch)

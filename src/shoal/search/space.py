@@ -1,8 +1,13 @@
 """What a search space is made of: distributions, constants and grids.
 
-A space maps each hyperparameter's name to a distribution or to a constant. It is
-*finite* when every entry is a ``choice`` or a constant. A distribution turns one
+A space maps each hyperparameter's name to a distribution or to a constant. It is *finite* when
+every entry is a ``choice`` or a constant: then it lists its points. A distribution turns one
 number in [0, 1) into a value, so that the sampler alone owns the random numbers.
+
+[Note: steps]
+The values of a range with a step are counted in decimals, as its user wrote them: 0.1 + 2 * 0.1 is
+0.3, and not the 0.30000000000000004 of binary sums. So values are the same in every record, and
+two that should be equal are. Optuna counts in binary; what it suggests is taken for the nearest.
 
 [Note: conditional spaces]
 A choice may bring names of its own for some of its values: ``choice("sgd", "adam",
@@ -14,8 +19,10 @@ nothing counts once.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Context, Decimal
 from typing import Any
 
 from shoal.core.arguments import says_instead
@@ -25,38 +32,98 @@ from shoal.core.values import flag, is_number, plain
 
 RESERVED = frozenset({"trial", "number", "state", "seconds", "error", "checkpoint", "train_loss"})
 _SCALARS = (bool, int, float, str, type(None))
+_EXACT = Context(prec=60)  # digits; that of the thread is its user's
+_NEAR = 1e-6  # of a step
 
 
 @dataclass(frozen=True, slots=True)
 class Uniform:
-    """A float between ``lo`` and ``hi``, even in value or (``log``) in its logarithm."""
+    """A float between ``lo`` and ``hi``, even in value or (``log``) in its logarithm.
+
+    With a ``step`` one of ``lo``, ``lo + step``, ..., ``hi``, which then is one of these.
+    """
 
     lo: float
     hi: float
     log: bool = False
+    step: float | None = None
 
     def pick(self, unit: float) -> float:
         """The value at ``unit`` in [0, 1)."""
+        if self.step is not None:
+            return self.at(min(int(self.count * unit), self.count - 1))
         if not self.log:
             return self.lo + (self.hi - self.lo) * unit
         low, high = math.log(self.lo), math.log(self.hi)
         return min(max(math.exp(low + (high - low) * unit), self.lo), self.hi)
 
+    @property
+    def count(self) -> int:
+        """How many values there are; 0 where they have no end."""
+        return 0 if self.step is None else _num_steps(self.lo, self.hi, self.step) + 1
+
+    def at(self, index: int) -> float:
+        """Value ``index`` of those with a step."""
+        assert self.step is not None
+        return float(_EXACT.fma(Decimal(index), _decimal(self.step), _decimal(self.lo)))
+
+    def has(self, value: float) -> bool:
+        """Whether a number is one of the values, within the rounding of sums."""
+        if not self.lo <= value <= self.hi:
+            return False
+        places = 0.0 if self.step is None else (value - self.lo) / self.step
+        return abs(places - round(places)) < _NEAR
+
+    def nearest(self, value: float) -> float:
+        """The value that is nearest to any number."""
+        if self.step is not None and self.lo < value < self.hi:
+            value = self.at(round((value - self.lo) / self.step))
+        return min(max(value, self.lo), self.hi)
+
+    def __repr__(self) -> str:
+        step = "" if self.step is None else f", step={self.step!r}"
+        return f"Uniform(lo={self.lo!r}, hi={self.hi!r}, log={self.log!r}{step})"
+
 
 @dataclass(frozen=True, slots=True)
 class Integer:
-    """A whole number from ``lo`` to ``hi``, both included."""
+    """A whole number from ``lo`` to ``hi``, both included, each ``step`` from the one before."""
 
     lo: int
     hi: int
     log: bool = False
+    step: int = 1
 
     def pick(self, unit: float) -> int:
         """The value at ``unit`` in [0, 1)."""
         if not self.log:
-            return self.lo + int((self.hi - self.lo + 1) * unit)
+            return self.at(min(int(self.count * unit), self.count - 1))
         low, high = math.log(self.lo - 0.5), math.log(self.hi + 0.5)  # whole bins at both ends
         return min(max(round(math.exp(low + (high - low) * unit)), self.lo), self.hi)
+
+    @property
+    def count(self) -> int:
+        """How many values there are."""
+        return (self.hi - self.lo) // self.step + 1
+
+    def at(self, index: int) -> int:
+        """Value ``index``."""
+        return self.lo + index * self.step
+
+    def has(self, value: float) -> bool:
+        """Whether a number is one of the values."""
+        return self.lo <= value <= self.hi and (value - self.lo) % self.step == 0
+
+    def nearest(self, value: float) -> int:
+        """The value that is nearest to any number."""
+        if self.step == 1:
+            return min(max(round(value), self.lo), self.hi)
+        index = round((min(max(value, self.lo), self.hi) - self.lo) / self.step)
+        return self.at(index)
+
+    def __repr__(self) -> str:
+        step = "" if self.step == 1 else f", step={self.step!r}"
+        return f"Integer(lo={self.lo!r}, hi={self.hi!r}, log={self.log!r}{step})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +140,19 @@ class Choice:
     def pick(self, unit: float) -> Scalar:
         """The value at ``unit`` in [0, 1)."""
         return self.values[int(len(self.values) * unit)]
+
+    @property
+    def count(self) -> int:
+        """How many values there are."""
+        return len(self.values)
+
+    def at(self, index: int) -> Scalar:
+        """Value ``index``."""
+        return self.values[index]
+
+    def has(self, value: object) -> bool:
+        """Whether it is one of the values: 1, 1.0 and True are three."""
+        return any(type(value) is type(one) and value == one for one in self.values)
 
     def branch(self, value: Scalar) -> Mapping[str, Distribution]:
         """The names that come with ``value``."""
@@ -107,19 +187,34 @@ def find_equal(values: Iterable[Scalar]) -> tuple[Scalar, Scalar] | None:
     return None
 
 
-_STEPS = (
-    "ranges have no steps. Let {} be how many of them, such as integer(1, 8) for 8, 16, ..., 64, "
-    "and multiply in the recipe; or list values: choice(8, 16, 32)."
+@says_instead(log="write log_uniform(lo, hi).")
+def uniform(lo: float, hi: float, *, step: float | None = None) -> Uniform:
+    """A float between ``lo`` and ``hi``; with a ``step`` one of ``lo``, ``lo + step``, ...
+
+    These are counted in decimals: ``uniform(0.1, 0.5, step=0.1)`` has 0.3. Where no step ends at
+    ``hi``, the last value is the one before, and a warning says so.
+    """
+    low, high = _bounds("uniform", lo, hi)
+    if step is None:
+        return Uniform(low, high)
+    call = f"uniform({lo!r}, {hi!r}, step={step!r})"
+    width = plain(step)
+    if not is_number(width) or not 0 < width < math.inf:
+        raise SpecError(f"{call}: a step is a number above 0, got {step!r}.")
+    whole = Uniform(float(low), float(high), step=float(width))
+    if max(abs(low), abs(high)) / width > _FINEST:
+        raise SpecError(
+            f"{call}: a step is at least {1 / _FINEST:g} of the larger bound, below which Optuna "
+            "cannot tell values apart. Leave step out, and round in the recipe."
+        )
+    return Uniform(whole.lo, _last(call, whole, stacklevel=4), step=whole.step)
+
+
+@says_instead(
+    step="values whose logarithms are even have no step. Take integer(lo, hi, log=True), or let "
+    "integer(lo, hi) be an exponent and compute 10 ** hp[...] in the recipe, or list values: "
+    "choice(1e-4, 3e-4, 1e-3)."
 )
-
-
-@says_instead(step=_STEPS.format("a whole number"), log="write log_uniform(lo, hi).")
-def uniform(lo: float, hi: float) -> Uniform:
-    """A float between ``lo`` and ``hi``."""
-    return Uniform(*_bounds("uniform", lo, hi))
-
-
-@says_instead(step=_STEPS.format("a whole number"))
 def log_uniform(lo: float, hi: float) -> Uniform:
     """A float between ``lo`` and ``hi`` whose logarithm is uniform: for learning rates."""
     low, high = _bounds("log_uniform", lo, hi)
@@ -128,16 +223,62 @@ def log_uniform(lo: float, hi: float) -> Uniform:
     return Uniform(low, high, log=True)
 
 
-@says_instead(step=_STEPS.format("it"))
-def integer(lo: int, hi: int, log: bool = False) -> Integer:
-    """A whole number from ``lo`` to ``hi``, both included; ``log`` spreads it over decades."""
+def integer(lo: int, hi: int, log: bool = False, *, step: int = 1) -> Integer:
+    """A whole number from ``lo`` to ``hi``, both included; ``log`` spreads it over decades.
+
+    With a ``step`` one of ``lo``, ``lo + step``, ...; where no step ends at ``hi``, the last value
+    is the one before, and a warning says so.
+    """
     low, high = _bounds("integer", lo, hi)
     log = flag("integer(log=...)", log)
     if low != int(low) or high != int(high):
         raise SpecError(f"integer({lo!r}, {hi!r}): both bounds must be whole numbers.")
     if log and low < 1:
         raise SpecError(f"integer({lo!r}, {hi!r}, log=True): a logarithm needs lo >= 1.")
-    return Integer(int(low), int(high), log)
+    call = f"integer({lo!r}, {hi!r}, step={step!r})"
+    width = plain(step)
+    if type(width) is not int or width < 1:
+        raise SpecError(f"{call}: a step is a whole number from 1, got {step!r}.")
+    if log and width > 1:
+        raise SpecError(
+            f"integer({lo!r}, {hi!r}, log=True, step={step!r}): values whose logarithms are even "
+            "have no step. Leave one of the two out, or list values: choice(8, 16, 32)."
+        )
+    whole = Integer(int(low), int(high), log, width)
+    return Integer(whole.lo, int(_last(call, whole, stacklevel=3)), log, width)
+
+
+_FINEST = 1e7  # of a bound: Optuna holds values to be on a step that are 1e-8 of a step away
+
+
+def _last(call: str, entry: Uniform | Integer, *, stacklevel: int) -> float:
+    """The last value of a range; a warning where it is not its end.
+
+    Raises:
+        SpecError: it is the first one too.
+    """
+    if entry.count < 2:
+        raise SpecError(
+            f"{call}: the step is larger than hi - lo, so that {entry.lo!r} would be the only "
+            "value. Write it as a constant, or give a smaller step."
+        )
+    last = entry.at(entry.count - 1)
+    if last != entry.hi:
+        warnings.warn(
+            f"{call}: no step ends at {entry.hi!r}, so the last value is {last!r}.",
+            stacklevel=stacklevel,
+        )
+    return last
+
+
+def _num_steps(lo: float, hi: float, step: float) -> int:
+    low, high, width = map(_decimal, (lo, hi, step))
+    return int(_EXACT.divide_int(_EXACT.subtract(high, low), width))
+
+
+def _decimal(value: float) -> Decimal:
+    """A number as it is written."""
+    return Decimal(repr(value))
 
 
 def choice(*values: Any, when: Mapping[Any, Mapping[str, Any]] | None = None) -> Choice:
@@ -249,8 +390,17 @@ def to_scalar(where: str, value: Any) -> Scalar:
 
 
 def is_finite(space: Space) -> bool:
-    """Whether the space has finitely many points that a grid could list."""
+    """Whether the space is made of lists and constants, so that it lists its points itself."""
     return not any(isinstance(entry, Uniform | Integer) for _, entry in entries(space))
+
+
+def endless(space: Space) -> str | None:
+    """The first name whose values have no end, so that no grid could list them."""
+    return next((name for name, entry in entries(space) if _is_endless(entry)), None)
+
+
+def _is_endless(entry: Distribution | Scalar) -> bool:
+    return isinstance(entry, Uniform) and entry.step is None
 
 
 def entries(space: Space) -> Iterable[tuple[str, Distribution | Scalar]]:
@@ -262,15 +412,15 @@ def entries(space: Space) -> Iterable[tuple[str, Distribution | Scalar]]:
 
 
 def size(space: Space) -> int:
-    """How many points a space without ``Uniform`` has; constants count one."""
-    return math.prod(ways(e) for e in space.values() if isinstance(e, Choice | Integer))
+    """How many points a space has in which nothing is endless; constants count one."""
+    own = (entry for entry in space.values() if isinstance(entry, Uniform | Integer | Choice))
+    return math.prod(ways(entry) for entry in own if not _is_endless(entry))
 
 
-def ways(entry: Choice | Integer) -> int:
+def ways(entry: Distribution) -> int:
     """How many points an entry has with all that comes with its values."""
-    if isinstance(entry, Integer):
-        return entry.hi - entry.lo + 1
-    return sum(map(size, entry.branches)) if entry.branches else len(entry.values)
+    branches = entry.branches if isinstance(entry, Choice) else ()
+    return sum(map(size, branches)) if branches else entry.count
 
 
 def walk(space: Mapping[str, Distribution], pick: Callable[[str, Distribution], Scalar]) -> Point:

@@ -14,6 +14,7 @@ from typing import Any
 
 from shoal.core.errors import SpecError
 from shoal.core.spec import Scalar
+from shoal.core.values import is_number
 from shoal.search.facts import Facts
 from shoal.search.library import (
     copied,
@@ -29,6 +30,7 @@ from shoal.search.space import (
     Distribution,
     Point,
     Uniform,
+    endless,
     entries,
     size,
     to_scalar,
@@ -127,7 +129,7 @@ class Suggester:
         value = self._quietly(lambda: suggest(trial, name, of))
         if not _has(of, value):
             raise self._not_there(name, value, of)
-        return to_scalar(name, value)
+        return to_scalar(name, of.nearest(value) if isinstance(of, Uniform) else value)
 
     def _not_there(self, name: str, value: Any, of: Distribution | Scalar) -> SpecError:
         return SpecError(
@@ -208,10 +210,11 @@ def num_points(sampler: Any, space: Mapping[str, Distribution]) -> int | None:
     if not is_of(sampler, "samplers", "BruteForceSampler"):
         return None
     kind = type(sampler).__name__
-    if endless := [name for name, entry in entries(space) if isinstance(entry, Uniform)]:
+    if name := endless(space):
         raise SpecError(
-            f"the sampler {kind} tries every point of a space, and {endless[0]!r} is Uniform, "
-            "which has no end of them. Use choice(...) or integer(...) there, or another sampler."
+            f"the sampler {kind} tries every point of a space, and {name!r} is Uniform, which has "
+            "no end of them. Use choice(...), integer(...) or uniform(..., step=...) there, or "
+            "another sampler."
         )
     return None if getattr(sampler, "_avoid_premature_stop", False) else size(space)
 
@@ -219,6 +222,4 @@ def num_points(sampler: Any, space: Mapping[str, Distribution]) -> int | None:
 def _has(of: Distribution | Scalar, value: Any) -> bool:
     if of is None or isinstance(of, bool | int | float | str):
         return bool(value == of)
-    if isinstance(of, Choice):
-        return any(type(value) is type(one) and value == one for one in of.values)
-    return isinstance(value, int | float) and of.lo <= value <= of.hi
+    return of.has(value) if isinstance(of, Choice) else is_number(value) and of.has(value)

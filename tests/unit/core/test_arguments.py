@@ -39,11 +39,11 @@ def test_an_argument_with_a_slip_or_of_another_library_is_told_which_was_meant(k
 def test_one_for_which_there_is_none_here_is_told_what_to_do():
     with pytest.raises(SpecError, match=r"; trials come from its sampler.*shoal clone STUDY 0"):
         shoal.Study(points_to_evaluate=[{"lr": 0.1}])
-    with pytest.raises(SpecError, match=r"^integer\(step=\.\.\.\): ranges have no steps"):
-        shoal.integer(8, 64, step=8)
+    with pytest.raises(SpecError, match=r"^log_uniform\(step=\.\.\.\): .*integer\(lo, hi, log="):
+        shoal.log_uniform(8, 64, step=8)
     with pytest.raises(SpecError, match=r"^uniform\(log=\.\.\.\): write log_uniform\(lo, hi\)"):
         shoal.uniform(0.1, 1, log=True)
-    assert list(inspect.signature(shoal.integer).parameters) == ["lo", "hi", "log"]
+    assert list(inspect.signature(shoal.integer).parameters) == ["lo", "hi", "log", "step"]
 
 
 def test_one_that_is_close_to_none_is_told_all_there_are():
