@@ -44,17 +44,15 @@ from shoal.launch.saving import interval_of, with_interval
 from shoal.launch.sinks import Callback
 from shoal.launch.wishes import refuse_useless, strictly, technique_of, wish_of
 from shoal.recipe import Recipe
-from shoal.report import Report, read_report
+from shoal.report import Report, TrialResult, read_report
 from shoal.runtime.pool import WorkerPool
 from shoal.search.wanted import Wanted, check_search
 from shoal.source import stop_reading
 
 
 @names_what_is_meant(
-    dict.fromkeys(
-        ("points_to_evaluate", "enqueue", "initial_points"),
-        "trials come from its sampler. Add those of yours as cold clones, "
-        "which no sampler is told of: shoal clone STUDY 0 --set lr=0.001 --cold.",
+    **dict.fromkeys(
+        ("points_to_evaluate", "enqueue", "enqueue_trial", "initial_points"), "points"
     ),
     **dict.fromkeys(("direction", "directions", "optimize", "goal"), "mode"),
     **dict.fromkeys(("metrics", "metric_name", "monitor"), "metric"),
@@ -82,6 +80,10 @@ class Study:
         metric, mode: What the leaderboard is sorted by: ``"min"`` or ``"max"``.
         sampler: None for grid where the space is finite, else random; ``"grid"``, ``"random"``,
             ``"tpe"`` or a sampler of Optuna's with a seed (the extra ``search``).
+        points: What is tried first, as ``[{"lr": 1e-3}, ...]``: trials 0, 1, ... of ``trials``
+            have these values, and the sampler draws what one leaves out, and learns of them. A
+            grid does not come to them again; one that is there twice is two trials. Trials of a
+            report stand for their hyperparameters: ``points=report.ranking()[:5]``.
         pruner: None, or what ends trials early at their evaluations: ``"asha"``,
             ``"hyperband"``, ``"median"`` or a pruner of Optuna's. They are PRUNED then. Or a
             ``shoal.PBT``: the worst go on there from the states of the best.
@@ -120,6 +122,7 @@ class Study:
         metric: str = "valid_loss",
         mode: str = "min",
         sampler: Any = None,
+        points: Sequence[Mapping[str, Any] | TrialResult] = (),
         pruner: Any = None,
         generation: int | None = None,
         eval_every: int | None = None,
@@ -167,6 +170,7 @@ class Study:
             name=name,
             space=space,
             sampler=sampler,
+            points=points,
             pruner=pruner,
             generation=generation,
             trials=optional_whole("trials", trials, 1),

@@ -71,6 +71,17 @@ SEARCHES = {
     "ends when told": {"sampler": Ends(told=6), "pruner": "asha"},
     "ends when asked": {"sampler": Ends(asked=11)},
     "brute force": {"sampler": brute_force(), "space": FINITE},
+    "tpe, asha, points": {
+        "sampler": "tpe",
+        "pruner": "asha",
+        "points": [{"x": 1.0}, {"kind": "a", "y": 0.5}, {"x": 2.0, "kind": "b", "depth": 3}],
+    },
+    "random, median, points": {"sampler": "random", "pruner": "median", "points": [{"x": 0.5}]},
+    "brute force, points": {
+        "sampler": brute_force(),
+        "space": FINITE,
+        "points": [{"x": 1, "kind": "b", "constant": 3}] * 2,
+    },
     "brute force again": {
         "sampler": brute_force(avoid_premature_stop=True),
         "space": FINITE,
@@ -232,6 +243,7 @@ def test_a_pruned_study_finishes_fewer_trials_and_keeps_a_good_one():
         ("ends when told", 4, 12),  # two generations are told of where the fourth is asked for
         ("ends when asked", 4, 11),
         ("brute force", 9, 15),
+        ("brute force, points", 4, 16),
     ],
 )
 def test_a_search_ends_with_the_trials_that_its_sampler_has_points_for(name, generation, trials):

@@ -6,7 +6,6 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar
 
 from shoal.core.errors import SpecError
@@ -16,13 +15,10 @@ Given = ParamSpec("Given")
 Made = TypeVar("Made")
 
 
-def names_what_is_meant(
-    instead: Mapping[str, str] = MappingProxyType({}), /, **elsewhere: str
-) -> Callable[[Kind], Kind]:
+def names_what_is_meant(**elsewhere: str) -> Callable[[Kind], Kind]:
     """Has a class say of an argument that it does not have which one is meant.
 
     Args:
-        instead: What to do, by the names of arguments for which there is none here.
         elsewhere: What it is called here, by what other libraries call it; for all others the
             closest name is taken.
     """
@@ -34,7 +30,7 @@ def names_what_is_meant(
         @functools.wraps(init)
         def checked(self: Any, *args: Any, **given: Any) -> None:
             if unknown := [name for name in given if name not in known]:
-                words = instead.get(unknown[0]) or _meant(unknown[0], known, elsewhere)
+                words = _meant(unknown[0], known, elsewhere)
                 name = kind.__name__
                 raise SpecError(f"{name}({unknown[0]}=...) is no argument of a {name}; {words}")
             init(self, *args, **given)

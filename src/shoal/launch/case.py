@@ -196,7 +196,8 @@ def more_points(study: Asked, record: StudyRecord, more: int) -> StudyRecord:
             f"sampler says as results come. Put trials={(study.search.trials or 0) + more} into "
             "its file, and run that again."
         )
-    points = sample(study.space, record.sampled + more, study.seed, sampler=study.sampler)
+    search, total = study.search, record.sampled + more
+    points = sample(study.space, total, study.seed, sampler=study.sampler, points=search.points)
     return with_points(record, points, more)
 
 

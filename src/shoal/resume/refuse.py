@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 
 from shoal.core.errors import SpecError
 from shoal.core.spec import Scalar
@@ -37,6 +39,7 @@ def another_unit(recorded: StudyRecord, asked: StudyRecord) -> None:
 
 
 _PLAIN = {"grid or random", "grid", "random"}
+_COMPARED_APART = (" parameters", "points")
 
 
 def another_search(recorded: StudyRecord, asked: StudyRecord, *, accepts_sampler: bool) -> None:
@@ -53,6 +56,8 @@ def another_search(recorded: StudyRecord, asked: StudyRecord, *, accepts_sampler
     for what in ("sampler", "pruner"):
         if what not in others and not (what == "sampler" and accepts_sampler):
             _another_parameter(recorded, asked, what)
+    if recorded.is_adaptive and asked.is_adaptive and not others:
+        _other_points(recorded, asked)
     if others:
         name = others[0]
         raise SpecError(
@@ -81,6 +86,21 @@ def _another_parameter(recorded: StudyRecord, asked: StudyRecord, what: str) -> 
         f"ended early, follows from that. Put {name}={was} back, "
         f"{accepted if what == 'sampler' else ''}{_OTHERWISE}"
     )
+
+
+def _other_points(recorded: StudyRecord, asked: StudyRecord) -> None:
+    """A sampler learnt of other points that were tried first."""
+    was, now = (json.loads(record.search.get("points", "[]")) for record in (recorded, asked))
+    pairs = enumerate(zip_longest(was, now))
+    found = next(((i, *pair) for i, pair in pairs if repr(pair[0]) != repr(pair[1])), None)
+    if found is not None:
+        index, before, after = found
+        raise SpecError(
+            f"cannot go on with study {asked.name!r}: its points[{index}] "
+            f"{'was not there' if before is None else f'was {before!r}'}, and "
+            f"{'is not there' if after is None else f'{after!r} is asked for'} now. Its sampler "
+            f"learnt of the points that were tried first. Put them back, {_OTHERWISE}"
+        )
 
 
 def other_sampler(recorded: StudyRecord, asked: StudyRecord) -> tuple[str, str, str] | None:
@@ -145,8 +165,9 @@ def missing_trials(
         f"cannot go on with study {asked.name!r}: {len(lost)} of its {trials} "
         f"{'is' if len(lost) == 1 else 'are'} not asked for any more: "
         f"{shown}{more}.{_renamed(lost[0].hp, asked)} Ask for "
-        "all of them again (more trials and a wider space are welcome; shoal stop STUDY TRIAL "
-        f"ends a trial that is not wanted), {_OTHERWISE}"
+        "all of them again (more trials and a wider space are welcome, and more points= with as "
+        "many more trials=; shoal stop STUDY TRIAL ends a trial that is not wanted), "
+        f"{_OTHERWISE}"
     )
 
 
@@ -199,7 +220,7 @@ def _rules(record: StudyRecord) -> dict[str, object]:
     """What the trials of a search follow from, beside their values."""
     none = {"sampler": "grid or random", "pruner": "none", "generation": "none"}
     return {
-        **{n: v for n, v in (record.search or none).items() if not n.endswith(" parameters")},
+        **{n: v for n, v in (record.search or none).items() if not n.endswith(_COMPARED_APART)},
         record.unit: record.length,
         "eval_every": record.eval_every,
         "metric": record.metric,

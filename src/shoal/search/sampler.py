@@ -4,17 +4,23 @@
 Trial i's value of a name comes from a generator seeded by (study seed, i, name), and
 only its ``random()`` is used, which Python promises to keep. So trial i does not
 depend on how many trials are asked for, nor on other names in the space.
+
+Points that a user gave are the first trials. The others are drawn as if these were not there,
+trial 0 of the draws after the last point: so a study that has trained can be given points and as
+many more trials, and keeps those that it has. What a point leaves out has generators of its own.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from shoal.core.errors import SpecError
 from shoal.core.spec import Scalar, TrialSpec
 from shoal.core.units import counted
+from shoal.search.points import complete, key, repeats
 from shoal.search.space import (
     Choice,
     Distribution,
@@ -30,7 +36,12 @@ from shoal.search.space import (
 
 
 def sample(
-    space: Space, trials: int | None, seed: int = 0, *, sampler: str | None = None
+    space: Space,
+    trials: int | None,
+    seed: int = 0,
+    *,
+    sampler: str | None = None,
+    points: Sequence[Point] = (),
 ) -> list[Point]:
     """The hyperparameters of every trial, in the order of their numbers.
 
@@ -39,27 +50,40 @@ def sample(
     number. ``trials=None`` means all of a grid. One that is asked for lists the values of ranges
     too, but those that have no end.
 
+    Args:
+        points: As ``check_points`` returns them; these come first, and count among the trials.
+
     Raises:
         SpecError: more trials than points, an infinite grid, or an unknown sampler.
     """
     distributions = check_space(space)
     finite = is_finite(distributions)
     kind = _sampler_kind(sampler, finite)
-    check_trials(trials)
+    check_trials(trials, len(points))
     if kind == "grid":
         if name := endless(distributions):
             raise SpecError(_infinite(name))
-        return [_point(distributions, i) for i in _grid_indices(distributions, trials, seed)]
+        first = complete(distributions, points)
+        taken, rest = {key(point) for point in first}, repeats(first)
+        indices = _grid_indices(distributions, trials, seed, taken=len(taken), repeats=rest)
+        grid = (_point(distributions, index) for index in indices)
+        others = (point for point in grid if key(point) not in taken)
+        return [*first, *islice(others, None if trials is None else trials - len(first))]
     if trials is None:
         raise SpecError(_how_many(distributions))
-    return [_draw(distributions, seed, number) for number in range(trials)]
+    first = [_draw(distributions, seed, f"point {i}", own) for i, own in enumerate(points)]
+    return first + [_draw(distributions, seed, str(i)) for i in range(trials - len(points))]
 
 
 def trials_of(
-    space: Space, trials: int | None, seed: int = 0, sampler: str | None = None
+    space: Space,
+    trials: int | None,
+    seed: int = 0,
+    sampler: str | None = None,
+    points: Sequence[Point] = (),
 ) -> tuple[TrialSpec, ...]:
     """Every trial of a study: its number, hyperparameters and seed."""
-    return specs_of(sample(space, trials, seed, sampler=sampler), seed)
+    return specs_of(sample(space, trials, seed, sampler=sampler, points=points), seed)
 
 
 def specs_of(points: Iterable[Point], seed: int) -> tuple[TrialSpec, ...]:
@@ -92,10 +116,15 @@ def _sampler_kind(sampler: Any, finite: bool) -> str:
     return sampler or ("grid" if finite else "random")
 
 
-def check_trials(trials: Any) -> None:
-    """Refuse what is no number of trials."""
+def check_trials(trials: Any, points: int = 0) -> None:
+    """Refuse what is no number of trials, or fewer than there are points to be tried first."""
     if trials is not None and (type(trials) is not int or trials < 1):
         raise SpecError(f"trials is a whole number from 1, got {trials!r}.")
+    if trials is not None and trials < points:
+        raise SpecError(
+            f"points= has {counted(points, 'point')}, which count among the trials, and "
+            f"trials={trials}. Give trials={points} or more, or fewer points."
+        )
 
 
 def _infinite(name: str) -> str:
@@ -112,18 +141,27 @@ def _how_many(distributions: Mapping[str, Distribution]) -> str:
 
 
 def _grid_indices(
-    distributions: dict[str, Distribution], trials: int | None, seed: int
+    distributions: dict[str, Distribution],
+    trials: int | None,
+    seed: int,
+    *,
+    taken: int = 0,
+    repeats: int = 0,
 ) -> Iterator[int]:
+    """The points of a grid in the order of trials, as many as they need beside ``taken`` ones."""
     points = size(distributions)
-    if trials is not None and trials > points:
+    most = points + repeats
+    if trials is not None and trials > most:
+        again = f", {repeats} of which points= repeats" if repeats else ""
         raise SpecError(
-            f"{trials} trials were asked for, but the space has only {counted(points, 'point')}. "
-            f"Ask for at most {points}, add values, or repeat points with 'seed': choice(0, 1, "
+            f"{trials} trials were asked for, but the space has only {counted(points, 'point')}"
+            f"{again}. "
+            f"Ask for at most {most}, add values, or repeat points with 'seed': choice(0, 1, "
             "...)."
         )
-    if trials is None or trials == points:
+    if trials is None or trials == most:
         return iter(range(points))
-    return _shuffled(points, trials, random.Random(f"{seed}-grid"))
+    return _shuffled(points, min(points, trials + taken), random.Random(f"{seed}-grid"))
 
 
 def _shuffled(points: int, count: int, rng: random.Random) -> Iterator[int]:
@@ -155,8 +193,14 @@ def _way(name: str, entry: Distribution, position: int) -> Point:
     raise AssertionError(position)
 
 
-def _draw(distributions: dict[str, Distribution], seed: int, number: int) -> Point:
+def _draw(
+    distributions: dict[str, Distribution], seed: int, which: str, given: Point | None = None
+) -> Point:
+    """Draw ``which`` of a seed, with the values that are ``given``."""
+
     def pick(name: str, distribution: Distribution) -> Scalar:
-        return distribution.pick(random.Random(f"{seed}-{number}-{name}").random())
+        if given and name in given:
+            return given[name]
+        return distribution.pick(random.Random(f"{seed}-{which}-{name}").random())
 
     return walk(distributions, pick)

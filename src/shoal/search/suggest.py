@@ -9,7 +9,7 @@ what is on record is what counts: ``replace_last``.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shoal.core.errors import SpecError
@@ -25,6 +25,7 @@ from shoal.search.library import (
     require_packages,
     suggest,
 )
+from shoal.search.points import is_whole, repeats
 from shoal.search.space import (
     Choice,
     Distribution,
@@ -49,17 +50,27 @@ _MOST_REHEARSED = 128
 class Suggester:
     """Asks a copy of ``sampler``; points come in the order of trials.
 
+    Args:
+        points: What the first trials have, as ``check_points`` returns it: the sampler is asked
+            for what they leave out, and told of them as of any trial.
+
     Attributes:
         name: The sampler's class.
         is_over: The sampler had the study stop: it has no more points.
     """
 
-    def __init__(self, sampler: Any, space: Mapping[str, Distribution], mode: str) -> None:
+    def __init__(
+        self,
+        sampler: Any,
+        space: Mapping[str, Distribution],
+        mode: str,
+        points: Sequence[Point] = (),
+    ) -> None:
         self._optuna = load_optuna("this sampler")
         self.name = type(sampler).__name__
         self.is_over = False
         require_packages("sampler", sampler)
-        self._space = space
+        self._space, self._points = space, points
         self._study = new_study(self._optuna, mode, sampler=copied("sampler", sampler))
         self._study.stop = self._stop  # Optuna's own works in ``optimize`` alone
         self._trials: list[Any] = []
@@ -73,8 +84,16 @@ class Suggester:
         Raises:
             SpecError: the sampler raised, or suggests what the space does not have.
         """
-        trial = self._ask()
+        number = len(self._trials)
+        given = self._points[number] if number < len(self._points) else {}
+        trial = self._ask(given)
         self._trials.append(trial)
+        if not is_whole(self._space, given):  # as in Optuna, which draws nothing else for these
+            self._check_relative(trial)
+        return walk(self._space, lambda name, of: self._value(trial, name, of))
+
+    def _check_relative(self, trial: Any) -> None:
+        """Refuse what a sampler drew at once that is not in the space."""
         known: dict[str, list[Distribution | Scalar]] = {}
         for name, entry in entries(self._space):  # a name may stand in several branches
             known.setdefault(name, []).append(entry)
@@ -89,7 +108,6 @@ class Suggester:
         for name, value in relative.items():  # Optuna passes over what does not exist
             if not any(_has(of, value) for of in known[name]):
                 raise self._not_there(name, value, known[name][0])
-        return walk(self._space, lambda name, of: self._value(trial, name, of))
 
     def replace_last(self, point: Point) -> None:
         """The last trial had another point: what is on record counts."""
@@ -122,7 +140,9 @@ class Suggester:
     def _stop(self) -> None:
         self.is_over = True
 
-    def _ask(self) -> Any:
+    def _ask(self, given: Point) -> Any:
+        if given:
+            self._quietly(lambda: self._study.enqueue_trial(given))
         return self._quietly(self._study.ask)
 
     def _value(self, trial: Any, name: str, of: Distribution) -> Scalar:
@@ -154,7 +174,13 @@ class Suggester:
             ) from error
 
 
-def check_repeats(sampler: Any, space: Mapping[str, Distribution], mode: str, total: int) -> None:
+def check_repeats(
+    sampler: Any,
+    space: Mapping[str, Distribution],
+    mode: str,
+    total: int,
+    points: Sequence[Point] = (),
+) -> None:
     """Refuse a sampler that draws otherwise each time: its study could not be resumed.
 
     It is told of trials too: one that raises then would end a study that has trained for hours.
@@ -166,7 +192,7 @@ def check_repeats(sampler: Any, space: Mapping[str, Distribution], mode: str, to
     """
     drawn = []
     for _ in range(2):
-        probe = Suggester(sampler, space, mode)
+        probe = Suggester(sampler, space, mode, points)
         drawn.append([probe.suggest() for _ in _REHEARSED])
         for index, facts in enumerate(_REHEARSED):
             probe.tell(index, facts)
@@ -196,16 +222,23 @@ def _num_at_random(sampler: Any) -> int:
     return most if most <= _MOST_REHEARSED else 0
 
 
-def num_points(sampler: Any, space: Mapping[str, Distribution]) -> int | None:
+def num_points(
+    sampler: Any, space: Mapping[str, Distribution], points: Sequence[Point] = ()
+) -> int | None:
     """How many points a sampler of Optuna's has that tries each once; None of any other.
 
     One that tries points again while they train (``avoid_premature_stop``) says itself when it
-    has tried all of them.
+    has tried all of them. Of ``points`` that are tried first those count that are there twice.
 
     Raises:
-        SpecError: it tries all points of a space that is not finite.
+        SpecError: it tries all points of a space that is not finite, or takes no ``points``.
     """
     if is_of(sampler, "samplers", "GridSampler"):
+        if points:  # it would count none of them as tried, and raises when it is told of some
+            raise SpecError(
+                "the sampler GridSampler tries the points of its own search_space, and takes no "
+                "others. Leave points= out, or use sampler='grid', which begins with them."
+            )
         return len(known) if (known := getattr(sampler, "_all_grids", None)) is not None else None
     if not is_of(sampler, "samplers", "BruteForceSampler"):
         return None
@@ -216,7 +249,16 @@ def num_points(sampler: Any, space: Mapping[str, Distribution]) -> int | None:
             "no end of them. Use choice(...), integer(...) or uniform(..., step=...) there, or "
             "another sampler."
         )
-    return None if getattr(sampler, "_avoid_premature_stop", False) else size(space)
+    for index, point in enumerate(points):
+        if not is_whole(space, point):
+            raise SpecError(
+                f"the sampler {kind} tries every point of a space once, and points[{index}] = "
+                f"{point!r} leaves names out, so that it may come to be one of these. Name all of "
+                "its values, or use another sampler."
+            )
+    if getattr(sampler, "_avoid_premature_stop", False):
+        return None
+    return size(space) + repeats(points)
 
 
 def _has(of: Distribution | Scalar, value: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from shoal.search.judge import Judge, check_decides
 from shoal.search.library import is_of, load_optuna, require_packages
 from shoal.search.parameters import parameters_of
 from shoal.search.pbt import PBT, check_size, num_copies, varied
+from shoal.search.points import check_points, complete, repeats
 from shoal.search.population import Population
 from shoal.search.rules import ETA, Halving, Median, Rule, likely_part, num_brackets
 from shoal.search.sampler import check_trials, specs_of, trials_of
@@ -21,6 +23,7 @@ from shoal.search.search import LAG, Search
 from shoal.search.space import (
     Choice,
     Distribution,
+    Point,
     check_space,
     entries,
     find_equal,
@@ -41,6 +44,7 @@ class Wanted:
     """A study's search, checked; ``sampler`` and ``pruner`` are a name or an object.
 
     ``evaluations`` is how many a trial has, where that is known before its data is read.
+    ``points`` are what the first trials have.
     """
 
     name: str
@@ -52,6 +56,7 @@ class Wanted:
     seed: int
     mode: str
     evaluations: int | None
+    points: tuple[Point, ...] = ()
 
     @property
     def is_adaptive(self) -> bool:
@@ -79,7 +84,8 @@ class Wanted:
 
         A sampler that tries each point once may have fewer of them than trials are asked for.
         """
-        points = num_points(self.sampler, self.space) if self.is_adaptive else None
+        known = (self.sampler, self.space, self.points)
+        points = num_points(*known) if self.is_adaptive else None
         return min((n for n in (self.trials, points) if n is not None), default=None)
 
     @property
@@ -101,7 +107,7 @@ class Wanted:
         rule = self._rule()
         if not self.is_adaptive:
             return Search(self.generation, rule)
-        suggester = Suggester(self._make_sampler(), self.space, self.mode)
+        suggester = Suggester(self._make_sampler(), self.space, self.mode, self.points)
         assert self.total is not None
         return Search(self.generation, rule, suggester, self.total, self.trials)
 
@@ -112,8 +118,9 @@ class Wanted:
             SpecError: more trials than points of a grid, or the sampler cannot serve the space.
         """
         if not self.is_adaptive:
-            return trials_of(self.space, self.trials, self.seed, self.sampler)
-        check_repeats(self._make_sampler(), self.space, self.mode, self.total or 0)
+            return trials_of(self.space, self.trials, self.seed, self.sampler, self.points)
+        sampler, total = self._make_sampler(), self.total or 0
+        check_repeats(sampler, self.space, self.mode, total, self.points)
         search = self.begin()
         assert search is not None
         return specs_of(search.more(), self.seed)
@@ -129,11 +136,17 @@ class Wanted:
         if isinstance(self.pruner, PBT):
             space = ", ".join(f"{name}={entry!r}" for name, entry in self.space.items())
             return words | {"population": str(self.population), "space": space}
+        if self.is_adaptive and self.points:
+            words["points"] = json.dumps(self.points)
         return words | {"generation": str(self.generation)}
 
     def explain(self, known: int) -> tuple[str, ...]:
         """What a plan says of it; ``known`` is how many trials it plans."""
         lines = []
+        if self.points:
+            one = len(self.points) == 1
+            them = "trial 0 has" if one else f"trials 0 to {len(self.points) - 1} have"
+            lines.append(f"  points: {them} the values of points=")
         if self.is_adaptive:
             lines.append(
                 f"  search: {_name(self.sampler)}; {known} of "
@@ -171,7 +184,7 @@ class Wanted:
     @property
     def population(self) -> int:
         """How many trials there are, where all are known from the start."""
-        return size(self.space) if self.trials is None else self.trials
+        return self.trials or size(self.space) + repeats(complete(self.space, self.points))
 
     def _fewer(self) -> str:
         is_less = self.trials is not None and self.total != self.trials
@@ -210,6 +223,7 @@ def check_search(
     mode: str,
     metric: str,
     evaluations: int | None,
+    points: Any = (),
 ) -> Wanted:
     """A study's search, from what its user wrote.
 
@@ -233,6 +247,7 @@ def check_search(
         seed=seed,
         mode=mode,
         evaluations=evaluations,
+        points=check_points(distributions, points),
     )
     if generation is not None and wanted.is_plain:
         raise SpecError(
@@ -249,7 +264,7 @@ def check_search(
 
 
 def _check_adaptive(wanted: Wanted) -> None:
-    check_trials(wanted.trials)
+    check_trials(wanted.trials, len(wanted.points))
     if wanted.total is None:
         raise SpecError(
             f"how many trials? sampler={_name(wanted.sampler)!r} goes on for ever: give trials=N."
@@ -301,7 +316,7 @@ def _check_population(wanted: Wanted, asked: PBT) -> None:
             "or 'grid'."
         )
     varied(asked, wanted.space)
-    check_trials(wanted.trials)
+    check_trials(wanted.trials, len(wanted.points))
     if wanted.trials is not None or wanted.sampler == "grid":
         check_size(asked, wanted.population)
     if wanted.evaluations is not None and asked.interval >= wanted.evaluations:
