@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import random
+import warnings
 from decimal import Decimal
 
+import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from shoal.search.library import to_optuna
 from shoal.search.pbt import PBT, exploits
 from shoal.search.sampler import sample
-from shoal.search.space import Integer, Uniform, size
+from shoal.search.space import Integer, Uniform, size, uniform
 
 STEPS = st.integers(1, 200)  # of a unit
 PLACES = st.integers(-1000, 1000)
@@ -40,6 +43,27 @@ def test_values_are_the_nearest_floats_of_their_decimals_and_survive_a_record(ma
     assert json.loads(json.dumps(values)) == values
     assert len({repr(value) for value in values}) == entry.count == size({"a": entry})
     assert [point["a"] for point in sample({"a": entry}, None, sampler="grid")] == values
+
+
+@given(
+    st.floats(-1e3, 1e3, allow_subnormal=False),
+    st.floats(1e-3, 1e3) | st.sampled_from([1 / 3, 0.1 + 0.2, 1 / 7]),
+    st.integers(1, 40),
+)
+def test_ends_that_sums_have_rounded_are_the_ends_for_optuna_too(low, step, count):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the last value is the one before
+        entry = uniform(low, low + count * step, step=step)
+    assert entry.count in (count, count + 1)
+    assert entry.at(entry.count - 1) == entry.hi
+    assert entry.hi <= low + count * step + 1e-6 * step
+    optuna = pytest.importorskip("optuna")
+    theirs = to_optuna(optuna, entry)
+    assert (theirs.low, theirs.high, theirs.step) == (entry.lo, entry.hi, entry.step)
+    for value in {entry.at(index) for index in (0, 1, entry.count // 2, entry.count - 1)}:
+        assert theirs._contains(value)
+        assert entry.has(value)
+        assert entry.nearest(value) == value
 
 
 @given(ranges(), st.integers(0, 59), st.floats(-0.499, 0.499))

@@ -151,7 +151,8 @@ def _with(distribution: Distribution | None, values: Sequence[Scalar]) -> Distri
         is_log = distribution.log and low > 0
         if isinstance(distribution, Uniform):
             wide = replace(distribution, lo=low, hi=high, log=is_log)
-            return wide if all(map(wide.has, numbers)) else replace(wide, step=None)
+            is_on = all(wide.has(number) and wide.nearest(number) == number for number in numbers)
+            return wide if is_on else replace(wide, step=None)
         if all(isinstance(n, int) for n in numbers):
             whole = replace(distribution, lo=int(low), hi=int(high), log=is_log)
             return whole if all(map(whole.has, numbers)) else replace(whole, step=1)

@@ -6,7 +6,9 @@ import contextlib
 import copy
 import importlib.util
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
+from decimal import Decimal
 from typing import Any
 
 from shoal.core.errors import SpecError
@@ -108,7 +110,7 @@ def suggest(trial: Any, name: str, distribution: Distribution) -> Scalar:
     value: Scalar
     if isinstance(distribution, Uniform):
         how = {"log": distribution.log, "step": distribution.step}
-        value = trial.suggest_float(name, distribution.lo, distribution.hi, **how)
+        value = trial.suggest_float(name, distribution.lo, _upper(distribution), **how)
     elif isinstance(distribution, Integer):
         how = {"log": distribution.log, "step": distribution.step}
         value = trial.suggest_int(name, distribution.lo, distribution.hi, **how)
@@ -122,11 +124,25 @@ def to_optuna(optuna: Any, distribution: Distribution) -> Any:
     kinds = optuna.distributions
     if isinstance(distribution, Uniform):
         how = {"log": distribution.log, "step": distribution.step}
-        return kinds.FloatDistribution(distribution.lo, distribution.hi, **how)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it lowers the end to the last value
+            return kinds.FloatDistribution(distribution.lo, _upper(distribution), **how)
     if isinstance(distribution, Integer):
         how = {"log": distribution.log, "step": distribution.step}
         return kinds.IntDistribution(distribution.lo, distribution.hi, **how)
     return kinds.CategoricalDistribution(distribution.values)
+
+
+def _upper(entry: Uniform) -> float:
+    """An upper end of which Optuna makes the last value, though that be a rounded one.
+
+    It lowers an end that is no whole number of steps from the lower one, as text, to the last that
+    is: by a whole step, where the last value was rounded down.
+    """
+    if entry.step is None:
+        return entry.hi
+    low, high, step = (Decimal(str(number)) for number in (entry.lo, entry.hi, entry.step))
+    return entry.hi if (high - low) % step == 0 else entry.hi + entry.step / 2
 
 
 def distributions_of(

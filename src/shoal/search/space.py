@@ -33,7 +33,7 @@ from shoal.core.values import flag, is_number, plain
 RESERVED = frozenset({"trial", "number", "state", "seconds", "error", "checkpoint", "train_loss"})
 _SCALARS = (bool, int, float, str, type(None))
 _EXACT = Context(prec=60)  # digits; that of the thread is its user's
-_NEAR = 1e-6  # of a step
+_NEAR, _ROUNDED = 1e-6, Decimal("1e-8")  # of a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,8 +272,9 @@ def _last(call: str, entry: Uniform | Integer, *, stacklevel: int) -> float:
 
 
 def _num_steps(lo: float, hi: float, step: float) -> int:
+    """How many whole steps there are; ``hi`` may be the float next to where the last ends."""
     low, high, width = map(_decimal, (lo, hi, step))
-    return int(_EXACT.divide_int(_EXACT.subtract(high, low), width))
+    return int(_EXACT.add(_EXACT.divide(_EXACT.subtract(high, low), width), _ROUNDED))
 
 
 def _decimal(value: float) -> Decimal:
