@@ -322,19 +322,24 @@ def _branches(
     return tuple(branches)
 
 
-def grid(**lists: Iterable[Any]) -> dict[str, Choice]:
+def grid(**lists: Iterable[Any] | Uniform | Integer) -> dict[str, Choice]:
     """Every combination of the lists, the last name changing fastest.
+
+    A range stands for the list of its values, if they have an end.
 
     Raises:
         SpecError: a list that is empty or no list; names its key.
     """
     space = {}
     for name, values in lists.items():
+        if isinstance(values, Uniform | Integer) and values.count:
+            values = map(values.at, range(values.count))
         if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
             if isinstance(values, Uniform | Integer | Choice):
                 raise SpecError(
                     f"grid({name}=...) got a {type(values).__name__.lower()}, and a grid lists "
-                    f"its values. List some, or write space={{{name!r}: ...}} without grid."
+                    "its values. List some, take a uniform with a step, or write "
+                    f"space={{{name!r}: ...}} without grid."
                 )
             raise SpecError(
                 f"grid({name}={values!r}) needs a list of values. For a constant write "

@@ -9,7 +9,7 @@ import warnings
 import pytest
 
 from shoal.core.errors import SpecError
-from shoal.search import PBT, choice, integer, log_uniform, sample, uniform
+from shoal.search import PBT, choice, grid, integer, log_uniform, sample, uniform
 from shoal.search.handover import HandedOver, write_optuna
 from shoal.search.pbt import exploits
 from shoal.search.space import check_space, size
@@ -100,6 +100,13 @@ def test_a_grid_that_is_asked_for_lists_ranges():
     ]  # fmt: skip
     with pytest.raises(SpecError, match="10 trials were asked for, but the space has only 9"):
         sample(space, 10, sampler="grid")
+
+
+def test_a_range_in_a_grid_is_the_list_of_its_values():
+    space = grid(a=uniform(0.1, 0.3, step=0.1), b=integer(1, 9, step=4), c=integer(1, 2))
+    assert space == grid(a=[0.1, 0.2, 0.3], b=[1, 5, 9], c=[1, 2])
+    with pytest.raises(SpecError, match=r"got a uniform, .* take a uniform with a step, or write"):
+        grid(a=uniform(0, 1))
 
 
 def test_ranges_are_drawn_at_random_where_no_grid_is_asked_for():
