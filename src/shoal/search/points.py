@@ -27,7 +27,7 @@ from shoal.search.space import (
 )
 
 _EXAMPLE = 'points=[{"lr": 1e-3}]'
-_SHOWN = 5  # values of a list in a message
+_SHOWN, _SHORT = 5, 80  # values of a list in a message, characters of a value
 
 
 def check_points(space: Mapping[str, Distribution], points: Any) -> tuple[Point, ...]:
@@ -37,7 +37,10 @@ def check_points(space: Mapping[str, Distribution], points: Any) -> tuple[Point,
         SpecError: no list of mappings, or one that is no point of the space; names it.
     """
     if isinstance(points, str | bytes | Mapping) or not isinstance(points, Iterable):
-        raise SpecError(f"points is a list of dicts, as in {_EXAMPLE}, got {points!r}.")
+        raise SpecError(
+            f"points is a list of dicts, as in {_EXAMPLE}, or of a report's trials, as in "
+            f"points=report.ranking()[:5], got {_short(points)}."
+        )
     if isinstance(points, set | frozenset):
         raise SpecError(
             f"points={points!r} is a set, whose order may be another one in each run, and with it "
@@ -134,7 +137,7 @@ def _checked(space: Mapping[str, Distribution], where: str, given: Any) -> Point
     if not isinstance(point, Mapping):
         raise SpecError(
             f"{where} is a dict of hyperparameters, as in {_EXAMPLE}, or a trial of a report, got "
-            f"{given!r}."
+            f"{_short(given)}."
         )
     found = _values(space, where, point)
     for name in point:
@@ -152,6 +155,12 @@ def _values(space: Mapping[str, Distribution], where: str, point: Mapping[str, A
             if isinstance(entry, Choice):
                 found |= _values(entry.branch(found[name]), where, point)
     return found
+
+
+def _short(value: object) -> str:
+    """What was given, of a report or a table its kind alone."""
+    text = repr(value)
+    return text if len(text) <= _SHORT else f"a {type(value).__name__}"
 
 
 def _value(where: str, entry: Distribution, given: Any) -> Scalar:

@@ -241,9 +241,10 @@ def test_the_record_of_a_study_whose_sampler_learns_of_points_has_them():
 @pytest.mark.parametrize(
     ("points", "words"),
     [
-        ({"lr": 1e-3}, r"points is a list of dicts, as in points=\[\{.lr.: 1e-3\}\], got \{"),
-        ("abc", "points is a list of dicts"),
-        (None, "points is a list of dicts, .* got None"),
+        ({"lr": 1e-3}, r"as in points=\[\{.lr.: 1e-3\}\], or .*, got \{"),
+        ("abc", r"points is a list of dicts.*report\.ranking\(\)\[:5\], got 'abc'\."),
+        (SimpleNamespace(trials=["x" * 99]), "got a SimpleNamespace"),
+        (None, r"points is a list of dicts, .* got None\."),
         ({WHOLE["lr"]}, "is a set, whose order"),
         ([3], r"points\[0\] is a dict of hyperparameters.* or a trial of a report, got 3"),
         ([WHOLE, {"rate": 1}], r"points\[1\] has 'rate', which is no name.*'lr', 'opt', 'momen"),
