@@ -185,29 +185,36 @@ def check_repeats(
 
     It is told of trials too: one that raises then would end a study that has trained for hours.
     One that draws at random at first is asked until it goes by results, if any of the ``total``
-    trials comes so late.
+    trials comes so late. So it is of ``points``, which it is given after that: who is given all
+    of a point draws nothing.
 
     Raises:
         SpecError: two copies of it suggest different points, or it raised.
     """
-    drawn = []
-    for _ in range(2):
-        probe = Suggester(sampler, space, mode, points)
-        drawn.append([probe.suggest() for _ in _REHEARSED])
-        for index, facts in enumerate(_REHEARSED):
-            probe.tell(index, facts)
-        drawn[-1] += [] if probe.is_over else [probe.suggest()]
-    if drawn[0] != drawn[1]:
+    first, probe = (Suggester(sampler, space, mode) for _ in range(2))
+    if _rehearsed(first) != _rehearsed(probe):
         name = type(sampler).__name__
         raise SpecError(
             f"the sampler {name} draws otherwise each time, so that no run could be repeated or "
             f"resumed. Give it a seed: {name}(seed=0)."
         )
-    for index in range(len(_REHEARSED), min(total - 1, _num_at_random(sampler) + 3)):
+    if points:
+        probe = Suggester(sampler, space, mode, points)
+        _rehearsed(probe)
+    more = max(_num_at_random(sampler) + 3, min(len(points), _MOST_REHEARSED))
+    for index in range(len(_REHEARSED), min(total - 1, more)):
         if probe.is_over:
             break
         probe.tell(index, Facts({}, values=[1.0], how="finished", value=1.0 / index))
         probe.suggest()
+
+
+def _rehearsed(probe: Suggester) -> list[Point]:
+    """What it suggests, first to last; it is told of what came of the others before the last."""
+    drawn = [probe.suggest() for _ in _REHEARSED]
+    for index, facts in enumerate(_REHEARSED):
+        probe.tell(index, facts)
+    return drawn if probe.is_over else [*drawn, probe.suggest()]
 
 
 def _num_at_random(sampler: Any) -> int:

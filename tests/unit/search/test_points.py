@@ -213,6 +213,21 @@ def test_a_sampler_that_tries_each_point_once_has_those_that_are_there_twice_bes
         ask(GRID, sampler=brute_force(), points=[{"lr": 0.2}])
 
 
+def test_a_sampler_without_a_seed_is_found_behind_any_number_of_points():
+    with pytest.raises(SpecError, match="RandomSampler draws otherwise each time"):
+        trials(points=[WHOLE] * 5, sampler=optuna.samplers.RandomSampler())
+
+
+def test_a_sampler_that_cannot_be_given_points_is_found_before_anything_trains():
+    class Cannot(optuna.samplers.RandomSampler):
+        def after_trial(self, study, trial, state, values):
+            if "fixed_params" in trial.system_attrs and trial.number == 4:
+                raise RuntimeError("who asked for that?")
+
+    with pytest.raises(SpecError, match=r"Cannot cannot serve .*who asked for that"):
+        trials(points=[WHOLE] * 5, sampler=Cannot(seed=1), trials=30)
+
+
 def test_optuna_s_own_grid_takes_no_points():
     sampler = optuna.samplers.GridSampler({"width": [64], "lr": [0.1, 0.2]})
     with pytest.raises(SpecError, match=r"GridSampler .*takes no others.*sampler='grid'"):
