@@ -214,7 +214,7 @@ def _no_place(
         found = f"it has {choice}={point[choice]!r}" if choice in point else f"it has no {choice}"
         return (
             f"{where} has {name}={point[name]!r}, which only trials with {need} have, and "
-            f"{found}. Give both, or leave {name} out."
+            f"{found}. Give {need} with it, or leave {name} out."
         )
     close = difflib.get_close_matches(str(name), known, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""

@@ -273,7 +273,7 @@ def test_the_record_of_a_study_whose_sampler_learns_of_points_has_them():
         ([{"depth": 4.5}], "whole numbers from 1 to 9"),
         ([{"opt": "rms"}], r"is 'rms', which is not in the space: it has 'sgd', 'adam'\."),
         ([{"opt": "adam", "momentum": 0.5}], "with opt='sgd' have, and it has opt='adam'"),
-        ([{"momentum": 0.5}], "only trials with opt='sgd' have, and it has no opt. Give both"),
+        ([{"momentum": 0.5}], "only trials with opt='sgd' have, and it has no opt. Give opt="),
         ([{"opt": "sgd", "k": 3}], "only trials with slow=True have, and it has no slow"),
         ([{"opt": "sgd", "slow": False, "k": 3}], "with slow=True have, and it has slow=False"),
         ([{}] * 7, "points= has 7 points, which count among the trials, and trials=6"),
