@@ -61,8 +61,7 @@ def sample(
     kind = _sampler_kind(sampler, finite)
     check_trials(trials, len(points))
     if kind == "grid":
-        if name := endless(distributions):
-            raise SpecError(_infinite(name))
+        check_listable(distributions)
         first = complete(distributions, points)
         taken, rest = {key(point) for point in first}, repeats(first)
         indices = _grid_indices(distributions, trials, seed, taken=len(taken), repeats=rest)
@@ -127,11 +126,13 @@ def check_trials(trials: Any, points: int = 0) -> None:
         )
 
 
-def _infinite(name: str) -> str:
-    return (
-        f"sampler='grid' needs a finite space, but {name!r} is Uniform. Use choice(...) or "
-        "uniform(..., step=...) there, or sampler='random'."
-    )
+def check_listable(distributions: Mapping[str, Distribution]) -> None:
+    """Refuse a grid of a space whose points have no end."""
+    if name := endless(distributions):
+        raise SpecError(
+            f"sampler='grid' needs a finite space, but {name!r} is Uniform. Use choice(...) or "
+            "uniform(..., step=...) there, or sampler='random'."
+        )
 
 
 def _how_many(distributions: Mapping[str, Distribution]) -> str:

@@ -18,7 +18,7 @@ from shoal.search.pbt import PBT, check_size, num_copies, varied
 from shoal.search.points import check_points, complete, repeats
 from shoal.search.population import Population
 from shoal.search.rules import ETA, Halving, Median, Rule, likely_part, num_brackets
-from shoal.search.sampler import check_trials, specs_of, trials_of
+from shoal.search.sampler import check_listable, check_trials, specs_of, trials_of
 from shoal.search.search import LAG, Search
 from shoal.search.space import (
     Choice,
@@ -237,6 +237,8 @@ def check_search(
         raise SpecError(_unknown("pruner", pruner, _RULES))
     if sampler is None:
         sampler = "grid" if is_finite(distributions) else "random"
+    if sampler == "grid":
+        check_listable(distributions)
     wanted = Wanted(
         name=name,
         space=distributions,

@@ -294,6 +294,11 @@ def test_numbers_that_are_two_values_of_a_list_are_told_apart():
         trials(space, points=[{"a": False}])
 
 
+def test_a_grid_without_end_is_refused_as_that_whatever_else_is_asked_for():
+    with pytest.raises(SpecError, match="sampler='grid' needs a finite space, but 'lr' is Unif"):
+        ask(sampler="grid", pruner=shoal.PBT(), trials=None, points=[{"depth": 3}])
+
+
 def test_a_population_begins_with_points():
     wanted = ask(pruner=shoal.PBT(), points=[WHOLE], trials=4, sampler="random")
     assert dict(wanted.first_trials()[0].hp) == WHOLE
