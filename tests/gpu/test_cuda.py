@@ -78,6 +78,7 @@ def skip_unless_repeatable(recipe, trial, **loop):
         pytest.skip(f"two lone runs of {dict(trial.hp)} differ here: {found.first_difference}")
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("technique", TECHNIQUES)
 @pytest.mark.parametrize("model", zoo.MODELS)
 def test_a_trial_on_a_gpu_ends_on_the_bits_of_the_plain_loop(
