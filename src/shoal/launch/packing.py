@@ -28,8 +28,8 @@ from shoal.launch.reached import imported_for_itself, named_objects, reached
 from shoal.launch.replaced import users_modules
 from shoal.launch.usercode import codes_of
 from shoal.pystate.arriving import arrive, read_state
+from shoal.pystate.comparing import Fingerprints
 from shoal.pystate.modulestate import ModuleState, left_words
-from shoal.pystate.statepickler import Fingerprints
 from shoal.recipe import Recipe
 from shoal.source import MAINS, MODULE_NAME, Change, Named, cached, with_changes
 

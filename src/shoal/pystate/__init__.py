@@ -5,9 +5,9 @@ what a model, its optimizer and its schedule keep; ``ambient`` for globals, of w
 one each for all of its trials.
 
 What the user's modules hold when a study is run goes to workers: ``modulestate`` takes it, and
-``statepickler`` makes bytes of it; ``sendable`` says of what, ``standins`` in which form, and
-``fingerprints`` whether a worker has the rest. There ``arriving`` reads it, and ``bringing`` puts
-it into what the worker has.
+``statepickler`` makes bytes of it; ``sendable`` says of what, ``standins`` in which form,
+``bytype`` what a type alone knows, and ``comparing`` and ``fingerprints`` whether a worker has the
+rest. There ``arriving`` reads it, and ``bringing`` puts it into what the worker has.
 """
 
 from shoal.pystate.ambient import Ambient

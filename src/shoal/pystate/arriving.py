@@ -28,8 +28,8 @@ from shoal.pystate.bringing import ABSENT, Bringing, Later, fits, is_lost
 from shoal.pystate.fingerprints import Fingerprint
 from shoal.pystate.modulestate import left_words
 from shoal.pystate.sentcode import ModuleCode, forget_others
-from shoal.pystate.standins import Large, Lost
-from shoal.pystate.statepickler import KEPT, LARGE, WHOLE
+from shoal.pystate.standins import DECLARED, Large, Lost, declared_in
+from shoal.pystate.statepickler import COMPARED, KEPT, LARGE, WHOLE
 from shoal.pystate.values import PLAIN
 from shoal.source import undo_changes
 
@@ -46,6 +46,8 @@ class _StateReader(pickle.Unpickler):
         kind, *content = pid
         if kind == LARGE:
             return Large(Fingerprint(*content))
+        if kind == COMPARED:
+            return Large(Fingerprint(*content), is_sure=False)
         if kind == WHOLE:
             return self._whole[content[0]]
         number, packed = content
@@ -160,7 +162,7 @@ class _Arrival(importlib.abc.MetaPathFinder):
         home: Any = vars(module).get(of_class) if of_class else module
         if of_class and not isinstance(home, type):
             raise _Unfit("they have no such class")
-        here = vars(home).get(name, ABSENT)
+        here = declared_in(home) if name == DECLARED else vars(home).get(name, ABSENT)
         here = here.__func__ if isinstance(here, staticmethod | classmethod) else here
         if not fits(came, here):
             raise _Unfit(_LACKS)

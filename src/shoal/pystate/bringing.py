@@ -14,21 +14,23 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shoal.pystate.comparing import fingerprint_of
 from shoal.pystate.ofthread import OfThread, parts_of_thread
 from shoal.pystate.parts import attributes_of, function_parts, has_attributes, hooks
 from shoal.pystate.sendable import FIXED, FLAT, NUMBERLESS, is_flat
 from shoal.pystate.standins import (
+    ByType,
     Code,
     Large,
     Lost,
     Made,
     Stream,
     Weights,
+    name_of,
     new_fixed,
     refill_raw,
     weights_of,
 )
-from shoal.pystate.statepickler import fingerprint_of
 from shoal.pystate.values import FILLERS, STREAMS, filler_of, move
 
 ABSENT: Any = object()
@@ -116,6 +118,8 @@ class Bringing:
 
     def _bring_large(self, came: Large, here: Any) -> Any:
         theirs = came.fingerprint
+        if theirs.digest is None and not came.is_sure:
+            return here
         if theirs.digest is None or here is ABSENT or _is_nothing(here):
             other = ", or cannot be taken apart" if theirs.digest is None else ""
             self.lacking.append(f"{theirs.words} is too large{other}")
@@ -123,8 +127,24 @@ class Bringing:
         mine = fingerprint_of(here, theirs.most)
         if mine != theirs:
             other = "other contents" if mine.words == theirs.words else mine.words
-            self.differing.append(f"{theirs.words}, and workers have {other}")
+            told = self.differing if came.is_sure else self.lacking
+            told.append(f"{theirs.words}, and workers have {other}")
         return here
+
+    def _bring_by_type(self, came: ByType, here: Any) -> Any:
+        is_alike = name_of(type(here)) == came.kind and id(here) not in self._taken
+        if is_alike and came.digest is not None and fingerprint_of(here).digest == came.digest:
+            self._became[id(came)] = self._taken[id(here)] = here
+            return here
+        function, arguments = self.bring(came.parts["func"]), self.bring(came.parts["args"])
+        if function is ABSENT or arguments is ABSENT:
+            self.lacking.append(f"they cannot import all of a {came.kind}")
+            return here
+        made = self._became[id(came)] = came.begun(function, arguments)
+        self._taken[id(made)] = made
+        rest = {n: self.bring(one) for n, one in came.parts.items() if n not in ("func", "args")}
+        came.complete(made, rest)
+        return made
 
     def _bring_weights(self, came: Weights, here: Any) -> Any:
         if not came.is_that_of(here):
@@ -236,6 +256,7 @@ class Bringing:
 _SPECIAL: dict[type, Callable[[Bringing, Any, Any], Any]] = {
     Later: Bringing._bring_later,
     Stream: Bringing._bring_stream,
+    ByType: Bringing._bring_by_type,
     Weights: Bringing._bring_weights,
     Large: Bringing._bring_large,
     Code: Bringing._bring_code,

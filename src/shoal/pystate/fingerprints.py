@@ -12,6 +12,7 @@ from __future__ import annotations
 import pickle
 import zlib
 from collections.abc import Iterator, Sized
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,8 +55,9 @@ def of_numbers(value: Tensor | np.ndarray[Any, Any], most: int = MOST) -> Finger
 
 def in_words(value: Any) -> str:
     """What kind of value it is that is no tensor."""
-    if isinstance(value, Sized):
-        return f"a {type(value).__name__} of {len(value):,} items"
+    with suppress(Exception):  # one that has no length, whatever its code raises
+        if isinstance(value, Sized):
+            return f"a {type(value).__name__} of {len(value):,} items"
     return f"a {type(value).__name__}"
 
 

@@ -16,9 +16,11 @@ import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
+from shoal.pystate.bytype import ByTypes
+from shoal.pystate.comparing import Fingerprints
 from shoal.pystate.sendable import CODE, home_of, is_main_code, is_of_main, may_go
-from shoal.pystate.standins import Own, kept_by
-from shoal.pystate.statepickler import ROOM, Asked, Fingerprints, Sizes, StatePickler, TooLarge
+from shoal.pystate.standins import DECLARED, Own, declared_in, kept_by
+from shoal.pystate.statepickler import ROOM, Asked, Compared, Sizes, StatePickler, TooLarge
 
 _T = TypeVar("_T")
 
@@ -50,7 +52,8 @@ class ModuleState:
         wanted = {module: list(values_of(module)) for module in modules}
         for module, name in named:
             wanted.setdefault(module, []).append((name, vars(module)[name]))
-        asked = Asked(_once(size_by_value), (fingerprints or Fingerprints()).of, whole)
+        asked = Asked(_once(size_by_value), (fingerprints or Fingerprints()).of, whole=whole)
+        asked = asked._replace(by_type=ByTypes(asked).of)
         values = _with_room(wanted, _once(Sizes(asked).of))
         file, homes = io.BytesIO(), list[str]()
         pickler = StatePickler(file, asked)
@@ -117,6 +120,8 @@ def values_of(module: types.ModuleType) -> Iterator[tuple[str, Any]]:
         elif name.startswith("__") or isinstance(value, types.ModuleType) or is_main_code(value):
             continue
         elif isinstance(value, type) and value.__module__ == module.__name__:
+            if value.__qualname__ == name and (declared := declared_in(value)):
+                yield f"{name}.{DECLARED}", Compared(declared)
             if value.__qualname__ == name and not issubclass(value, enum.Enum):
                 yield from _values_of_class(value)
         else:
@@ -132,12 +137,13 @@ def _says_what_it_is(value: Any) -> bool:
 
 
 def _values_of_class(kind: type) -> Iterator[tuple[str, Any]]:
+    homes = (kind.__module__, f"namedtuple_{kind.__name__}")
     for key, one in list(vars(kind).items()):
         if not _says_what_it_is(one):
             continue
         function = one.__func__ if isinstance(one, staticmethod | classmethod) else one
         if isinstance(function, types.FunctionType):
-            if home_of(function) == kind.__module__:
+            if home_of(function) in homes:
                 yield from _own(f"{kind.__name__}.{key}", function)
         elif key.startswith("__") or isinstance(one, CODE):
             continue

@@ -39,7 +39,7 @@ _IMMUTABLE: tuple[type, ...] = (
     *(pathlib.PurePath, re.Pattern, uuid.UUID, decimal.Decimal, fractions.Fraction),
     *(datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo),
     *(range, slice, np.generic, np.dtype),
-    *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
+    *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, torch.qscheme),
 )
 _CONTAINERS = (dict, list, set, collections.deque)
 FIXED = (tuple, frozenset, int, float, complex, str, bytes)
@@ -106,6 +106,39 @@ def may_go(value: Any) -> bool:
     if not is_importable(kind):
         return False
     return isinstance(value, enum.Enum) or is_transparent(kind)
+
+
+def goes_by_type(value: Any) -> bool:
+    """Whether what may not go is to be asked of its type, which says what it is made of.
+
+    Not where that may be a mark (``object()``), or has a registry behind it.
+    """
+    kind: Any = type(value)
+    if kind is object or isinstance(value, (*_ASKED_BY_NOBODY, *OF_THREAD)):
+        return False
+    if isinstance(value, Tensor):
+        is_plain = kind in NUMBERS and value.layout is torch.strided
+        return value.device.type == "cpu" and value.grad_fn is None and not is_plain
+    if may_go(value):
+        return False
+    package = str(kind.__module__).partition(".")[0]
+    if package == "numpy":
+        return not kind.__name__.startswith("_")
+    return package in _BY_TYPE or not is_library(kind)
+
+
+def is_table(value: Any) -> bool:
+    """Whether it has numbers and texts, and nothing that its use changes by the way."""
+    package = str(type(value).__module__).partition(".")[0]
+    return isinstance(value, Tensor) or package in ("numpy", "pandas", "scipy")
+
+
+_BY_TYPE = frozenset(("array", "builtins", "configparser", "decimal", "ipaddress", "itertools"))
+"""Of the standard library the modules whose types have nothing behind them."""
+_ASKED_BY_NOBODY = (
+    *(*CODE, types.ModuleType, types.MethodType, nn.Module),
+    *(property, staticmethod, classmethod, dict),
+)
 
 
 @functools.cache

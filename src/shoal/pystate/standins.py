@@ -2,13 +2,14 @@
 
 ``reduced`` is the study's side: of an object what it contains and its attributes, so that no code
 of its class runs. The rest is the worker's: what such a pickle is read as. ``Stream``, ``Made``,
-``Weights``, ``Large`` and ``Code`` still stand for something then, which ``bringing.Bringing``
-finds or makes.
+``ByType``, ``Weights``, ``Large`` and ``Code`` still stand for something then, which
+``bringing.Bringing`` finds or makes.
 """
 
 from __future__ import annotations
 
 import collections
+import copyreg
 import enum
 import functools
 import importlib
@@ -70,6 +71,8 @@ def kept_by(function: types.FunctionType) -> dict[str, Any]:
 def reduced(value: Any) -> Any:
     """What a pickle has of an object in place of its class's own words; NotImplemented: those."""
     kind: Any = type(value)
+    if kind is ByType:
+        return ByType, (value.kind, value.digest), {"parts": value.parts}
     if kind is Own:
         return Code, (place_of(value.function),), {"parts": value.parts}
     if isinstance(value, types.ModuleType):
@@ -218,6 +221,77 @@ class Made:
         return _MAKE[self.kind](**parts)
 
 
+class ByType:
+    """What a type says its object is made of (``__reduce_ex__``), by ``parts_by_type``.
+
+    ``digest`` is that of the object; None where nobody can tell.
+    """
+
+    parts: dict[str, Any]
+
+    def __init__(self, kind: str, digest: int | None) -> None:
+        self.kind, self.digest = kind, digest
+
+    def begun(self, function: Any, arguments: Any) -> Any:
+        """The object, as far as its type makes it at once."""
+        return function(*arguments)
+
+    def complete(self, made: Any, rest: dict[str, Any]) -> None:
+        """Have it hold the rest, as a pickle does."""
+        state = rest.get("state")
+        if "put" in rest:
+            rest["put"](made, state)
+        elif hasattr(made, "__setstate__"):
+            if "state" in rest:
+                made.__setstate__(state)
+        elif state is not None:
+            attributes, slots = state if isinstance(state, tuple) else (state, None)
+            vars(made).update(attributes or {})
+            for name, one in (slots or {}).items():
+                setattr(made, name, one)
+        for one in rest.get("items", ()):
+            made.append(one)
+        for key, one in rest.get("pairs", ()):
+            made[key] = one
+
+
+def name_of(kind: Any) -> str:
+    """The full name of a type."""
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def parts_by_type(value: Any) -> dict[str, Any] | None:
+    """What ``ByType`` has of a value; None of what is pickled by its name.
+
+    Raises:
+        Exception: its type has no pickle, or whatever its code raises.
+    """
+    known = copyreg.dispatch_table.get(type(value))
+    found = value.__reduce_ex__(4) if known is None else known(value)
+    if isinstance(found, str):
+        return None
+    parts = dict(zip(_REDUCTION, found, strict=False))
+    listed = {name: list(parts[name]) for name in ("items", "pairs") if parts.get(name)}
+    return {name: one for name, one in parts.items() if one is not None} | listed
+
+
+_REDUCTION = ("func", "args", "state", "items", "pairs", "put")
+
+
+DECLARED = "(values)"
+"""By this name a class has what ``declared_in`` gives."""
+
+
+def declared_in(kind: type) -> dict[str, Any]:
+    """What a class was made with for good: an enumeration's values, defaults that pydantic has."""
+    if issubclass(kind, enum.Enum):
+        return {name: member._value_ for name, member in kind.__members__.items()}
+    fields = vars(kind).get("__pydantic_fields__")
+    if not isinstance(fields, dict):
+        return {}
+    return {name: getattr(one, "default", None) for name, one in fields.items()}
+
+
 class Weights:
     """The tensors of a module that a worker has to have made by itself, and its modes."""
 
@@ -241,10 +315,13 @@ def weights_of(module: nn.Module) -> dict[str, Any]:
 
 
 class Large:
-    """In the place of what is too large to be sent: a worker is to have the same."""
+    """In the place of what is too large to be sent, or cannot go: a worker is to have the same.
 
-    def __init__(self, fingerprint: Fingerprint) -> None:
-        self.fingerprint = fingerprint
+    ``is_sure``: that a trial is another one where it has not; else that is told.
+    """
+
+    def __init__(self, fingerprint: Fingerprint, *, is_sure: bool = True) -> None:
+        self.fingerprint, self.is_sure = fingerprint, is_sure
 
 
 class Code:

@@ -2,9 +2,9 @@
 
 Everything goes in one pickle, so that what is one object here is one there. A part that cannot go
 (an open file, a lock) is ``KEPT``: a worker leaves there what it has. A part that is too large is
-``LARGE``, a fingerprint: a worker is to have the same. One that the recipe refers to is ``WHOLE``
-and goes all the same, as it would with the recipe. A part that is the main file's is a number: it
-goes with the recipe, by value.
+``LARGE``, a fingerprint: a worker is to have the same, or is told to have another (``COMPARED``).
+One that the recipe refers to is ``WHOLE`` and goes all the same, as it would with the recipe. A
+part that is the main file's is a number: it goes with the recipe, by value.
 """
 
 from __future__ import annotations
@@ -13,23 +13,13 @@ import collections
 import io
 import pickle
 from collections.abc import Callable, Collection
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.pystate.fingerprints import (
-    LEAST,
-    MOST,
-    MOST_OF_ALL,
-    Checked,
-    Fingerprint,
-    in_words,
-    of_numbers,
-    of_simple,
-)
+from shoal.pystate.fingerprints import Fingerprint, in_words
 from shoal.pystate.sendable import (
     ATOMS,
     FLAT,
@@ -41,25 +31,35 @@ from shoal.pystate.sendable import (
     may_go,
     num_others,
 )
-from shoal.pystate.standins import Own, reduced
+from shoal.pystate.standins import ByType, Own, reduced
 
 LARGEST, ROOM, EACH = 2**20, 2**23, 100
 """Bytes of one value, and of all; what each container and object within counts beside them."""
 ROOM_OF_MAIN = 2**24
 """Bytes of one object of the main file's."""
 KEPT, FLAT_ID, LARGE, WHOLE = "kept", "flat", "large", "whole"
+COMPARED, NAMED = "compared", "named"
 """What a pickle has in the place of values; but for the first with what belongs to it."""
 Place = str | int | tuple[Any, ...]
 _MANY = 100
-_MOST_COMPARED = 100_000  # objects in one value
 
 
 class Asked(NamedTuple):
-    """What a pickler asks of values; see ``ModuleState``."""
+    """What a pickler asks of values; see ``ModuleState``.
+
+    ``by_type``: what of one goes that only its type can take apart, or its place (``bytype.py``).
+    """
 
     size_by_value: Callable[[Any], int | None]
     fingerprint: Callable[[Any], Fingerprint]
+    by_type: Callable[[Any], ByType | str] = lambda value: KEPT
     whole: Collection[int] = ()
+
+
+class Compared(NamedTuple):
+    """In the place of what is not sent; where a worker has another one, that is told."""
+
+    value: Any
 
 
 class TooLarge(NamedTuple):
@@ -79,14 +79,16 @@ class StatePickler(pickle.Pickler):
         self.whole: dict[int, tuple[int, Any]] = {}
         self.num_objects = 0
         self._flat: dict[int, int] = {}
+        self._by_type: dict[int, ByType] = {}
         self._asked = asked
 
     def persistent_id(self, value: Any) -> Place | None:
         kind: Any = type(value)
         if kind in SIMPLE and not (kind in (str, bytes) and len(value) > LARGEST):
             return None
-        if kind is TooLarge:
-            return LARGE, *self._asked.fingerprint(value.value)
+        if kind in (TooLarge, Compared):
+            place = LARGE if kind is TooLarge else COMPARED
+            return place, *self._asked.fingerprint(value.value)
         self.num_objects += 1
         if kind in FLAT and len(value) >= _MANY and is_flat(value):
             return self._place_of_flat(value)
@@ -98,15 +100,25 @@ class StatePickler(pickle.Pickler):
             return None
         if is_of_main(value):
             return self._place_of_mains(value)
-        if not may_go(value):
-            return KEPT
-        if kind in NUMBERS:
-            if not _has_bytes(value):
-                return KEPT
-            if _is_large(value):
-                return self._place_of_large(value)
+        if not may_go(value) or (kind in NUMBERS and not _has_bytes(value)):
+            return self._place_by_type(value)
+        if kind in NUMBERS and _is_large(value):
+            return self._place_of_large(value)
         if has_number(kind):
             self.met.setdefault(id(value), value)
+        return None
+
+    def _place_by_type(self, value: Any) -> Place | None:
+        found = self._asked.by_type(value)
+        if found == LARGE:
+            return self._place_of_large(value)
+        if found == COMPARED:
+            return self.persistent_id(Compared(value))
+        if found == KEPT:
+            return KEPT
+        if isinstance(found, ByType):
+            self.met.setdefault(id(value), value)
+            self._by_type[id(value)] = found
         return None
 
     def _has_too_many(self, value: Any) -> bool:
@@ -139,13 +151,14 @@ class StatePickler(pickle.Pickler):
         return self.of_main.setdefault(id(value), (len(self.of_main), value))[0]
 
     def reducer_override(self, value: Any) -> Any:
-        return reduced(value)
+        found = self._by_type.get(id(value))
+        return reduced(value if found is None else found)
 
 
 _SIZED = (dict, list, set, tuple, frozenset, collections.deque)
 
 
-class _Full(Exception):
+class Full(Exception):
     """There is more than may go."""
 
 
@@ -163,7 +176,7 @@ def _is_large(value: Tensor | np.ndarray[Any, Any]) -> bool:
     return max(storage, value.nbytes) > LARGEST or value.device.type != "cpu"
 
 
-class _Counted(io.RawIOBase):
+class Counted(io.RawIOBase):
     """Counts what is written, and keeps nothing of it."""
 
     size = 0
@@ -175,7 +188,7 @@ class _Counted(io.RawIOBase):
         size = memoryview(data).nbytes
         self.size += size
         if self.size > LARGEST:
-            raise _Full
+            raise Full
         return size
 
 
@@ -187,17 +200,17 @@ class Sizes:
         self._begin()
 
     def _begin(self) -> None:
-        self._counted = _Counted()
-        self._pickler = _Counting(self._counted, self._asked)
+        self._counted = Counted()
+        self._pickler = Counting(self._counted, self._asked)
 
     def of(self, value: Any) -> int | None:
         """None where it cannot go at all; more than there is room for where it does not."""
-        if type(value) in SIMPLE and not isinstance(value, (str, bytes)):
+        if type(value) is Compared or (type(value) in SIMPLE and type(value) not in (str, bytes)):
             return 0
         if type(value) is Own:
             if all(type(one) in SIMPLE for one in value.parts.values()):
                 return EACH
-        elif not may_go(value) and not is_of_main(value):
+        elif not (may_go(value) or is_of_main(value)) and self._asked.by_type(value) == KEPT:
             return None
         self._counted.size = self._pickler.num_objects = 0
         try:
@@ -208,74 +221,10 @@ class Sizes:
         return self._counted.size
 
 
-class _Counting(StatePickler):
+class Counting(StatePickler):
     """One that is told to stop where there is too much of small things, too."""
 
     def persistent_id(self, value: Any) -> Place | None:
         if self.num_objects * EACH > LARGEST:
-            raise _Full
+            raise Full
         return super().persistent_id(value)
-
-
-class Fingerprints:
-    """Those of the values of one study, each taken once."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[Any, Fingerprint]] = {}
-        self._room = MOST_OF_ALL
-
-    def of(self, value: Any) -> Fingerprint:
-        """As ``fingerprint_of``; of less of it where there were many."""
-        if id(value) not in self._known:
-            size = min(MOST, getattr(value, "nbytes", 0))
-            most = MOST if size <= self._room else LEAST
-            self._room -= min(size, most)
-            self._known[id(value)] = value, fingerprint_of(value, most)
-        return self._known[id(value)][1]
-
-
-def fingerprint_of(value: Any, most: int = MOST) -> Fingerprint:
-    """Of any value that may go; of one that has parts of the main file's nobody can tell."""
-    if type(value) is Own:  # of which a worker has but the function
-        return Fingerprint("what the function keeps", None)
-    words = in_words(value)
-    try:
-        if isinstance(value, Tensor | np.ndarray):
-            return of_numbers(value, most)
-        if type(value) in (str, bytes) or (type(value) in FLAT and is_flat(value)):
-            return of_simple(value)
-        return Fingerprint(words, _crc_of(value))
-    except Exception:  # whatever its code raises, a ring
-        return Fingerprint(words, None)
-
-
-class _Comparing(StatePickler):
-    """One whose bytes are equal of equal values, whichever of their parts are one object."""
-
-    def __init__(self, file: Any) -> None:
-        super().__init__(file, Asked(lambda value: None, fingerprint_of))
-        self.fast = True
-
-    def persistent_id(self, value: Any) -> Place | None:
-        if self.num_objects > _MOST_COMPARED:
-            raise _Full
-        if is_of_main(value):
-            raise ValueError("nobody has that in a worker")
-        if type(value) in (set, frozenset):  # in another order in each process
-            if len(value) > _MOST_COMPARED:
-                raise ValueError("which of them come first nobody can tell")
-            return "set", sum(map(_crc_of, value))
-        return super().persistent_id(value)
-
-    def _has_too_many(self, value: Any) -> bool:
-        return False  # it stops where it has seen enough
-
-    def _place_of_flat(self, value: Any) -> Place:
-        return FLAT_ID, of_simple(value).digest
-
-
-def _crc_of(value: Any) -> int:
-    file = Checked()
-    with suppress(_Full):  # what comes first counts
-        _Comparing(file).dump(value)
-    return file.crc

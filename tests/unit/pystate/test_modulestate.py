@@ -23,10 +23,11 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
+from sentover import arrived
 from torch import nn
 
 from shoal.core.errors import SpecError
-from shoal.pystate.arriving import arrive, left_as_imported
+from shoal.pystate.arriving import arrive
 from shoal.pystate.bringing import ABSENT, Bringing
 from shoal.pystate.modulestate import ModuleState
 from shoal.pystate.sendable import may_go
@@ -70,28 +71,6 @@ class Constant(type):
 
 
 Point = collections.namedtuple("Point", "x y")
-
-
-@pytest.fixture
-def module(monkeypatch):
-    made = types.ModuleType("held_here")
-    monkeypatch.setitem(sys.modules, "held_here", made)
-    return made
-
-
-def arrived(module, *, size_by_value=lambda value: None, **now):
-    """Take what the module holds, have it hold others, and bring what was taken.
-
-    Returns what is said of what could not be brought.
-    """
-    state = ModuleState([module], size_by_value)
-    vars(module).update(now)
-    meta_path, argv = list(sys.meta_path), list(sys.argv)
-    try:
-        arrive(argv, [], state.packed, cloudpickle.dumps((state.of_main, None)))
-        return left_as_imported()
-    finally:
-        sys.meta_path[:], sys.argv[:] = meta_path, argv
 
 
 VALUES = [
