@@ -29,7 +29,7 @@ from shoal.launch.replaced import users_modules
 from shoal.launch.usercode import codes_of
 from shoal.pystate.arriving import arrive, read_state
 from shoal.pystate.comparing import Fingerprints
-from shoal.pystate.modulestate import ModuleState, left_words
+from shoal.pystate.modulestate import ModuleState, Place, left_words
 from shoal.recipe import Recipe
 from shoal.source import MAINS, MODULE_NAME, Change, Named, cached, with_changes
 
@@ -123,29 +123,21 @@ class _Arriving:
 def _state_of(modules: list[ModuleType], **options: Any) -> ModuleState:
     """What modules hold; nothing that could not be read again, with a warning of whose it is."""
     named = list(named_objects())
-    state = ModuleState(modules, _size_by_value, named, **options)
+
+    def state_of(chosen: Collection[Place] | None = None) -> ModuleState:
+        return ModuleState(modules, _size_by_value, named, chosen=chosen, **options)
+
+    state = state_of()
     if _unreadable(state) is None:
         return state
-    good = [one for one in modules if _is_readable((one.__name__, ""), [one], (), **options)]
-    named = [
-        (home, name)
-        for home, name in named
-        if _is_readable((home.__name__, name), (), [(home, name)], **options)
-    ]
-    return ModuleState(good, _size_by_value, named, **options)
-
-
-def _is_readable(
-    place: tuple[str, str],
-    modules: Sequence[ModuleType],
-    named: Sequence[tuple[ModuleType, str]],
-    **options: Any,
-) -> bool:
-    """Whether these can be read again; warns of the place of what cannot."""
-    if (error := _unreadable(ModuleState(modules, _size_by_value, named, **options))) is None:
-        return True
-    warnings.warn(left_words(*place, f"{type(error).__name__}: {error}"), stacklevel=2)
-    return False
+    good = set[Place]()
+    for place in state.places:
+        if (error := _unreadable(state_of([place]))) is None:
+            good.add(place)
+        else:
+            words = left_words(*place, f"{type(error).__name__}: {error}")
+            warnings.warn(words, stacklevel=2)
+    return state_of(good)
 
 
 def _unreadable(state: ModuleState) -> Exception | None:

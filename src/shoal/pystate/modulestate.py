@@ -23,6 +23,8 @@ from shoal.pystate.standins import DECLARED, Own, declared_in, kept_by
 from shoal.pystate.statepickler import ROOM, Asked, Compared, Sizes, StatePickler, TooLarge
 
 _T = TypeVar("_T")
+Place = tuple[str, str]
+"""Of a value: its module, and its name there or ``class.name``."""
 
 
 class ModuleState:
@@ -33,11 +35,13 @@ class ModuleState:
         named: Values of other modules, by where they are.
         whole: Of large values those that go, by identity.
         fingerprints: Of large values, with those that were taken before.
+        chosen: The places of all that go; None: whatever may.
 
     Attributes:
         large: By identity, values of one part that do not go for their size.
         homes: By number, the module in which an object was met first.
         of_main: What is to go with it, in the order of its numbers.
+        places: Of all that is in it.
     """
 
     def __init__(
@@ -48,13 +52,20 @@ class ModuleState:
         *,
         whole: Collection[int] = (),
         fingerprints: Fingerprints | None = None,
+        chosen: Collection[Place] | None = None,
     ) -> None:
         wanted = {module: list(values_of(module)) for module in modules}
         for module, name in named:
             wanted.setdefault(module, []).append((name, vars(module)[name]))
+        if chosen is not None:
+            wanted = {
+                module: [pair for pair in pairs if (module.__name__, pair[0]) in chosen]
+                for module, pairs in wanted.items()
+            }
         asked = Asked(_once(size_by_value), (fingerprints or Fingerprints()).of, whole=whole)
         asked = asked._replace(by_type=ByTypes(asked).of)
         values = _with_room(wanted, _once(Sizes(asked).of))
+        self.places = [(module, name) for module, held in values.items() for name in held]
         file, homes = io.BytesIO(), list[str]()
         pickler = StatePickler(file, asked)
         pickler.dump(list(values))
@@ -93,8 +104,8 @@ def _with_room(
 
 
 def left_words(module: str, path: str, why: str) -> str:
-    """That workers do not have a value, or where ``path`` is empty what a module holds at all."""
-    what = f"what the module {module} holds" + f" as {path!r}" * bool(path)
+    """That workers do not have a value."""
+    what = f"what the module {module} holds as {path!r}"
     return f"{what} cannot be sent to workers, which have of it what its import makes: {why}"
 
 
