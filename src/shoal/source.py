@@ -122,6 +122,10 @@ class Named(NamedTuple):
     name: str
 
 
+class Gone(NamedTuple):
+    """In the place of what a user's file has deleted."""
+
+
 class Change(NamedTuple):
     """What a user's file put into another module, or into a class or dictionary there."""
 
@@ -155,6 +159,11 @@ class Change(NamedTuple):
         if name in known:
             before = functools.partial(put, home, name, known[name])
         value = self.value
+        if isinstance(value, Gone):
+            if name not in known:
+                return None
+            drop(home, name)
+            return before
         if isinstance(value, Named):
             value = getattr(importlib.import_module(value.module), value.name)
         put(home, name, value)

@@ -6,35 +6,28 @@ Also that of a notebook, of ``python -c`` and of standard input, as far as it is
 from __future__ import annotations
 
 import ast
-import dis
 import functools
+import os
 import sys
-from collections.abc import Iterable, Iterator
-from pathlib import Path
-from types import CodeType, ModuleType
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from types import ModuleType
+from typing import NamedTuple
 
+from shoal.launch.assigning import (
+    Assigned,
+    Filed,
+    Path,
+    assigned_by,
+    assigned_by_words,
+    assigned_in,
+    deleted_in,
+    filed_in,
+    path_of,
+    words_in,
+)
 from shoal.launch.maintext import codes_under_way, is_all_known, texts_of
 from shoal.pystate.ambient import is_users
 from shoal.source import MAINS
-
-
-class Assigned(NamedTuple):
-    """``F.relu = ...``, as ``("F",)`` and ``"relu"``."""
-
-    path: tuple[str, ...]
-    name: str
-
-
-class Filed(NamedTuple):
-    """``lib.TABLE["x"] = ...``, as ``("lib", "TABLE")`` and ``"x"``.
-
-    ``names``: of what the key is, where it is no constant (``lib.TABLE[torch.float]``).
-    """
-
-    path: tuple[str, ...]
-    key: Any
-    names: tuple[str, ...] = ()
 
 
 class Imported(NamedTuple):
@@ -53,7 +46,10 @@ class Said(NamedTuple):
     filed: tuple[Filed, ...] = ()
     modules: tuple[tuple[str, str], ...] = ()  # what ``import module as bound`` binds, to which
     imported: tuple[Imported, ...] = ()
-    paths: tuple[tuple[str, ...], ...] = ()  # of attributes, in lines that run when the file does
+    paths: tuple[Path, ...] = ()  # of attributes, in lines that run when the file does
+    deleted: tuple[Assigned, ...] = ()
+    by_words: tuple[Path, ...] = ()  # in whom it assigns by names that are made elsewhere
+    words: frozenset[str] = frozenset()  # of which such names may be
 
 
 def main_files() -> Iterator[tuple[ModuleType, Said]]:
@@ -63,7 +59,7 @@ def main_files() -> Iterator[tuple[ModuleType, Said]]:
         for text in texts_of(module):
             yield module, _parse(text, package)
         if not is_all_known(module):
-            yield module, Said(assigned=tuple(_assigned_by(codes_under_way(module))))
+            yield module, Said(assigned=tuple(assigned_by(codes_under_way(module))))
 
 
 def main_modules() -> list[ModuleType]:
@@ -75,7 +71,7 @@ def main_modules() -> list[ModuleType]:
 def changed(file: str) -> int:
     """When a file was last written; 0 where it is gone."""
     try:
-        return Path(file).stat().st_mtime_ns
+        return os.stat(file).st_mtime_ns
     except OSError:
         return 0
 
@@ -89,13 +85,15 @@ def _parse(text: str, package: str) -> Said:
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     everywhere, nodes = list(ast.walk(tree)), list(_statements(tree))
     unused = [name for node in everywhere for name in _unused(node, used, package)]
-    assigned = dict.fromkeys(one for node in (*nodes, *everywhere) for one in _assigned(node))
-    filed = dict.fromkeys(one for node in nodes for one in _filed(node))
+    assigned = dict.fromkeys(one for node in (*nodes, *everywhere) for one in assigned_in(node))
+    filed = dict.fromkeys(one for node in nodes for one in filed_in(node))
     modules = dict.fromkeys(
         _bound(name) for node in everywhere if isinstance(node, ast.Import) for name in node.names
     )
     imported = dict.fromkeys(one for node in nodes for one in _imported(node, package))
-    paths = dict.fromkeys(_path(node) for node in nodes if isinstance(node, ast.Attribute))
+    paths = dict.fromkeys(path_of(node) for node in nodes if isinstance(node, ast.Attribute))
+    deleted = dict.fromkeys(one for node in everywhere for one in deleted_in(node))
+    by_words = dict.fromkeys(one for node in everywhere for one in assigned_by_words(node))
     return Said(
         tuple(unused),
         tuple(assigned),
@@ -103,6 +101,9 @@ def _parse(text: str, package: str) -> Said:
         tuple(modules),
         tuple(imported),
         tuple(filter(None, paths)),
+        tuple(deleted),
+        tuple(by_words),
+        frozenset(words_in(everywhere)) if by_words else frozenset(),
     )
 
 
@@ -148,48 +149,3 @@ def _imported(node: ast.AST, package: str) -> Iterator[Imported]:
     if isinstance(node, ast.ImportFrom):
         for one in node.names:
             yield Imported(_absolute(node, package), one.name, one.asname or one.name)
-
-
-def _assigned(node: ast.AST) -> Iterator[Assigned]:
-    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-        path, name = _path(node.value), node.attr
-    elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "setattr":
-        if len(node.args) != 3 or not isinstance(node.args[1], ast.Constant):
-            return
-        path, name = _path(node.args[0]), str(node.args[1].value)
-    else:
-        return
-    if path:
-        yield Assigned(path, name)
-
-
-def _filed(node: ast.AST) -> Iterator[Filed]:
-    if not (isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)):
-        return
-    path, names = _path(node.value), _path(node.slice)
-    if path and isinstance(node.slice, ast.Constant):
-        yield Filed(path, node.slice.value)
-    elif path and names:
-        yield Filed(path, None, names)
-
-
-def _assigned_by(codes: Iterable[CodeType]) -> Iterator[Assigned]:
-    """The same of code whose text is not there."""
-    for code in codes:
-        path: list[str] = []
-        for one in dis.get_instructions(code):
-            if one.opname == "STORE_ATTR" and path:
-                yield Assigned(tuple(path), one.argval)
-            if one.opname in ("LOAD_NAME", "LOAD_GLOBAL"):
-                path = [one.argval]
-            else:
-                path = [*path, one.argval] if one.opname == "LOAD_ATTR" and path else []
-
-
-def _path(node: ast.expr) -> tuple[str, ...]:
-    """``torch.nn.functional`` by its names; nothing of what is computed."""
-    if isinstance(node, ast.Name):
-        return (node.id,)
-    if isinstance(node, ast.Attribute) and (path := _path(node.value)):
-        return (*path, node.attr)
-    return ()

@@ -11,6 +11,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from shoal.core.codes import codes_in
+from shoal.launch.assigning import found_first
 from shoal.launch.mainfile import changed, main_files, main_modules
 from shoal.launch.maintext import is_all_known
 from shoal.launch.replaced import LEFT_OUT
@@ -68,8 +69,8 @@ def named_objects() -> Iterator[tuple[ModuleType, str]]:
             home = sys.modules.get(module)
             if home is not None and vars(home).get(name, home) is held.get(bound):
                 yield from _in_package(home, name)
-        for first, *path in said.paths:
-            home, names = held.get(first), deque(path)
+        for path in said.paths:
+            home, names = found_first(held, path), deque(path[1:])
             while names and isinstance(home, ModuleType):
                 name = names.popleft()
                 yield from _in_package(home, name)

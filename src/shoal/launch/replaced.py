@@ -12,16 +12,18 @@ from __future__ import annotations
 import builtins
 import gc
 import sys
+import warnings
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from types import FunctionType, ModuleType
 from typing import Any
 
+from shoal.launch.assigning import Path, found_first
 from shoal.launch.mainfile import main_files
 from shoal.libraries import is_installed
 from shoal.pystate.ambient import is_users
 from shoal.pystate.sendable import home_of
-from shoal.source import MAINS, Change, Named
+from shoal.source import MAINS, Change, Gone, Named
 
 LEFT_OUT = frozenset((*sys.stdlib_module_names, "shoal", "__mp_main__", *MAINS))
 
@@ -41,12 +43,57 @@ def _assigned_by_name(known: Iterable[Change]) -> Iterator[Change]:
     """What a line of the main file assigns in an installed package: ``F.relu = torch.tanh``."""
     names = {change.full_name for change in known}
     for main, said in main_files():
-        within = dict(said.modules)  # names of functions' own
+        within = {name: sys.modules.get(module) for name, module in said.modules}
+        here = {**within, **vars(main)}  # names of functions' own too
         for path, name in said.assigned:
-            here = {path[0]: sys.modules.get(within.get(path[0], "")), **vars(main)}
-            home = _found(here, path)
-            if (change := _change_of(home, name)) is not None and change.full_name not in names:
-                yield change
+            if (change := _change_of(_found(here, path), name)) is not None:
+                yield from _first(change, names)
+        for path in said.by_words:
+            home, told = _found(here, path), list[Change]()
+            for name in said.words & vars(home).keys() if _is_others(home) else ():
+                if (change := _change_of(home, name)) is not None and not _is_its_own(change):
+                    told.append(change)
+            for change in sorted(told, key=lambda change: change.full_name):
+                yield from _first(change, names)
+            if not told and _is_others(home):
+                _warn_of_names(home)
+        for path, name in said.deleted:
+            if (change := _change_of(_found(here, path), name, gone=True)) is not None:
+                yield from _first(change, names)
+
+
+def _is_others(home: Any) -> bool:
+    """Whether it is an installed package's, which a file may change."""
+    if not isinstance(home, ModuleType | type):
+        return False
+    module = home.__name__ if isinstance(home, ModuleType) else home.__module__
+    known = sys.modules.get(module)
+    return known is not None and module.partition(".")[0] not in LEFT_OUT and not is_users(known)
+
+
+def _warn_of_names(home: Any) -> None:
+    warnings.warn(
+        f"your file sets attributes of {home.__name__} by names that do not stand in it, so what "
+        "it set there is not sent to workers, which have of it what its import makes. Set each by "
+        f"its name (setattr({home.__name__.rpartition('.')[2]}, 'name', value)), or do it inside "
+        "Recipe(model=...), which workers call.",
+        stacklevel=2,
+    )
+
+
+def _first(change: Change, names: set[str]) -> Iterator[Change]:
+    if change.full_name not in names:
+        names.add(change.full_name)
+        yield change
+
+
+def _is_its_own(change: Change) -> bool:
+    """Whether a module, or code where it was defined, as far as its name says."""
+    value = change.value
+    if isinstance(value, ModuleType):
+        return True
+    home = getattr(value, "__module__", None), getattr(value, "__name__", None)
+    return callable(value) and home == (change.module, change.name)
 
 
 def _filed_by_key(known: Iterable[Change]) -> Iterator[Change]:
@@ -73,23 +120,21 @@ def _filed_by_key(known: Iterable[Change]) -> Iterator[Change]:
                     yield change._replace(value=dict.__getitem__(table, key))
 
 
-def _found(held: Mapping[str, Any], path: tuple[str, ...]) -> Any:
-    found = held.get(path[0])
+def _found(held: Mapping[str, Any], path: Path) -> Any:
+    found = found_first(held, path)
     for name in path[1:]:
         found = getattr(found, name, None)
     return found
 
 
-def _change_of(home: Any, name: str) -> Change | None:
-    if not isinstance(home, ModuleType | type) or name not in vars(home):
+def _change_of(home: Any, name: str, *, gone: bool = False) -> Change | None:
+    if not isinstance(home, ModuleType | type) or (name in vars(home)) == gone:
+        return None
+    if not _is_others(home):
         return None
     module = home.__name__ if isinstance(home, ModuleType) else home.__module__
-    known = sys.modules.get(module)
-    if known is None or module.partition(".")[0] in LEFT_OUT or is_users(known):
-        return None
-    return Change(
-        module, home.__qualname__ if isinstance(home, type) else "", name, vars(home)[name]
-    )
+    path = home.__qualname__ if isinstance(home, type) else ""
+    return Change(module, path, name, Gone() if gone else vars(home)[name])
 
 
 def _modules() -> Iterator[tuple[str, ModuleType]]:

@@ -11,7 +11,7 @@ from torch.nn import functional
 from shoal.launch.mainfile import Said, main_files
 from shoal.launch.reached import imported_for_itself, reached
 from shoal.launch.replaced import find_changes
-from shoal.source import MODULE_NAME
+from shoal.source import MODULE_NAME, Change, Gone
 
 TEXT = """
 import colorsys as colors, registered, json, pkg.nets
@@ -146,3 +146,55 @@ def test_what_a_function_imports_by_a_name_of_its_own(main, tmp_path):
 def test_a_file_that_cannot_be_read_says_nothing(main, tmp_path):
     (tmp_path / "main.py").write_text("def")
     assert [said for _, said in main_files()] == [Said()]
+
+
+OTHER_WAYS = """
+import importlib, sys, package, package as other, plain
+names = ("low", "high")
+for name in names:
+    setattr(package, name, 3)
+vars(package).update(updated=1, **{})
+vars(package).update({"filled": 2})
+other.__dict__["spelled"] = 3
+globals()["package"].found = 4
+sys.modules["package"].looked = 5
+importlib.import_module("package").imported = 6
+del package.gone
+delattr(package.Kind, "also")
+for name in dir(plain):
+    setattr(plain, name, 0)
+SAID = "unchanged", "function", "sys"
+"""
+
+
+def test_every_way_to_set_and_to_delete_is_found_and_what_is_not_is_told(
+    main, tmp_path, monkeypatch
+):
+    """``unchanged`` is in the text, so it goes as it is; its own function does not."""
+    (tmp_path / "main.py").write_text(OTHER_WAYS)
+    package, plain = types.ModuleType("package"), types.ModuleType("plain")
+    held = ["low", "high", "updated", "filled", "spelled", "found", "looked", "imported"]
+    held.append("unchanged")
+    vars(package).update(dict.fromkeys(held, 1), sys=sys)
+    for module in (package, plain):
+        module.__file__ = f"/x/site-packages/{module.__name__}.py"
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec("def function(): pass\nclass Kind: pass", vars(package))
+    main.package = main.other = package
+    main.plain = plain
+    with pytest.warns(UserWarning, match="sets attributes of plain by names that do not stand"):
+        changes = [one for one in find_changes() if one.module == "package"]
+    gone = [one.full_name for one in changes if isinstance(one.value, Gone)]
+    assert sorted(one.name for one in changes if one.full_name not in gone) == sorted(held)
+    assert gone == ["package.gone", "package.Kind.also"]
+
+
+def test_what_was_deleted_is_gone_where_it_arrives_and_is_put_back(monkeypatch):
+    package = types.ModuleType("package")
+    package.width = 3
+    monkeypatch.setitem(sys.modules, "package", package)
+    undo = Change("package", "", "width", Gone()).make()
+    assert not hasattr(package, "width")
+    undo()
+    assert package.width == 3
+    assert Change("package", "", "depth", Gone()).make() is None
