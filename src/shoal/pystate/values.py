@@ -147,6 +147,8 @@ def _listed(value: Any) -> list[Any]:
 def _look_at_tensor(value: Tensor, look: Look) -> Note:
     if value._base is not None and (name := look.fixed.get(id(value._base))) is not None:
         return Note("fixed", value, f"a view of {name}")
+    if value.layout is not torch.strided:
+        return Note("other", value)
     written = 0 if value.is_inference() else value._version
     copied = value.device.type != "meta" and look.may_copy(value.nbytes)
     return Note("tensor", value, (written, value.detach().clone() if copied else None))

@@ -249,16 +249,18 @@ def test_members_of_an_enum_stay_those_that_there_are(pair):
     assert list(type(pair[0])) == list(pair)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
 @pytest.mark.parametrize(
     "make",
     [
         lambda: torch.eye(2).to_sparse(),
+        lambda: torch.eye(2).to_sparse_csr(),
         random.SystemRandom,
         lambda: nn.LazyLinear(2),
         lambda: np.frombuffer(b"abcd", dtype=np.uint8),
         lambda: torch.zeros(1).expand(4),
     ],
-    ids=["sparse", "system's generator", "lazy", "read-only", "expanded"],
+    ids=["sparse", "sparse rows", "system's generator", "lazy", "read-only", "expanded"],
 )
 def test_odd_values_are_looked_at_and_put_back_without_an_error(make):
     value = make()
