@@ -10,7 +10,6 @@ import types
 import weakref
 import zlib
 from collections.abc import Collection
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -39,10 +38,17 @@ class Digests:
 
     def of(self, value: Any) -> str:
         """Of an object as much as its type gives away."""
-        file = Checked()
-        pickler = _Pickler(file, self._left_out, self._left)
-        with suppress(Exception):  # no more room, a lock, a ring, whatever a type's code raises
-            pickler.dump(value)
+        for is_fast in (True, False):
+            file = Checked()
+            pickler = _Pickler(file, self._left_out, self._left)
+            pickler.fast = is_fast
+            try:
+                pickler.dump(value)
+            except (ValueError, RecursionError):  # it has itself in it: then each part once
+                continue
+            except Exception:  # no more room, whatever a type's code raises
+                break
+            break
         self._left = pickler.left
         return f"{file.crc:08x}"
 

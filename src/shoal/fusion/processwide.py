@@ -32,7 +32,8 @@ def settings_of_process(asked: Collection[str]) -> dict[str, str]:
         found[f"the setting {setting.name or setting.read.__name__!r}"] = repr(value)
     found["the decimal context"] = repr(decimal.getcontext())
     if not {"environ", "getenv", "environb"}.isdisjoint(asked):
-        found |= {f"os.environ[{n!r}]": repr(os.environ.get(n)) for n in asked if n.isupper()}
+        names = [name for name in asked if name.isupper() or name in os.environ]
+        found |= {f"os.environ[{name!r}]": repr(os.environ.get(name)) for name in names}
     if "argv" in asked:
         found["sys.argv"] = repr(sys.argv)
     return found
