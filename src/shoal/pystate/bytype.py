@@ -40,8 +40,11 @@ class ByTypes:
         self._known: dict[int, tuple[Any, ByType | str]] = {}
 
     def of(self, value: Any) -> ByType | str:
-        """What of it goes, or its place in a pickle: LARGE of a table of numbers, COMPARED of
-        others that are too large, KEPT where it cannot go at all."""
+        """What of it goes, or its place in a pickle.
+
+        That is LARGE of a table that is too large, COMPARED of others, and of what has a part
+        that cannot go but can be looked at, and KEPT where nobody can tell what it is.
+        """
         if id(value) not in self._known:
             self._known[id(value)] = value, KEPT
             self._known[id(value)] = value, self._found(value)
@@ -55,17 +58,19 @@ class ByTypes:
         too_large = LARGE if is_table(value) else COMPARED
         if isinstance(value, np.ndarray) and value.nbytes > LARGEST:
             return too_large
+        digest = None
         try:
             if (parts := parts_by_type(value)) is None:
                 return NAMED
-            found = ByType(name_of(type(value)), self._asked.fingerprint(value).digest)
+            digest = self._asked.fingerprint(value).digest
+            found = ByType(name_of(type(value)), digest)
             found.parts = parts
             self._known[id(value)] = value, found  # it may have itself in it
             _Trying(Counted(), self._asked).dump(value)
         except Full:
             return too_large
         except Exception:  # a lock in it, whatever its type's code raises
-            return KEPT
+            return KEPT if digest is None else COMPARED
         return found
 
 

@@ -123,9 +123,18 @@ def crc_by_type(value: Any) -> int:
     Raises:
         Exception: of something in it nobody can tell.
     """
+    try:
+        return _crc_throughout(value, fast=True)
+    except (ValueError, RecursionError):  # it has itself in it: which parts are one object counts
+        return _crc_throughout(value, fast=False)
+
+
+def _crc_throughout(value: Any, *, fast: bool) -> int:
     file = Checked()
+    pickler = _Throughout(file)
+    pickler.fast = fast
     with suppress(Full):
-        _Throughout(file).dump(value)
+        pickler.dump(value)
     return file.crc
 
 

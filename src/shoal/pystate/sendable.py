@@ -133,7 +133,9 @@ def is_table(value: Any) -> bool:
     return isinstance(value, Tensor) or package in ("numpy", "pandas", "scipy")
 
 
-_BY_TYPE = frozenset(("array", "builtins", "configparser", "decimal", "ipaddress", "itertools"))
+_BY_TYPE = frozenset(
+    ("argparse", "array", "builtins", "configparser", "decimal", "ipaddress", "itertools")
+)
 """Of the standard library the modules whose types have nothing behind them."""
 _ASKED_BY_NOBODY = (
     *(*CODE, types.ModuleType, types.MethodType, nn.Module),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import array
 import configparser
 import enum
@@ -102,6 +103,21 @@ def test_one_with_a_part_that_cannot_go_stays(module):
     module.table, here = np.array([threading.Lock(), 1], dtype=object), objects(3)
     assert not arrived(module, table=here)
     assert module.table is here
+
+
+def test_one_that_can_be_looked_at_and_cannot_go_is_told_of_where_it_differs(module):
+    """A parser has functions that it has made for itself."""
+
+    def parser(width):
+        made = argparse.ArgumentParser()
+        made.add_argument("--width", type=int, default=width)
+        return made
+
+    module.parser, here = parser(4), parser(4)
+    assert not arrived(module, parser=here)
+    module.parser = parser(4)
+    (told,) = arrived(module, parser=parser(3))
+    assert told.endswith("a ArgumentParser, and workers have other contents")
 
 
 def test_a_mark_stays_the_one_that_code_compares_with(module):
