@@ -111,6 +111,14 @@ def _tell_inductor(settings: tuple[tuple[str, Any], ...]) -> None:
         setattr(config, name, value)
 
 
+def _detect_anomaly(value: tuple[bool, bool]) -> None:
+    torch.set_anomaly_enabled(*value)
+
+
+def _tell_numpy(errors: tuple[tuple[str, Any], ...]) -> None:
+    numpy.seterr(**dict(errors))
+
+
 _ANOMALY = torch.is_anomaly_enabled, torch.is_anomaly_check_nan_enabled
 
 OTHERS = (
@@ -162,7 +170,7 @@ OTHERS = (
         "",
         (False, True),
         lambda: tuple(ask() for ask in _ANOMALY),
-        lambda value: torch.set_anomaly_enabled(*value),
+        _detect_anomaly,
     ),
     Setting(
         "",
@@ -170,9 +178,7 @@ OTHERS = (
         torch.sparse.check_sparse_tensor_invariants.is_enabled,
         torch._C._set_check_sparse_tensor_invariants,
     ),
-    Setting(
-        "", (), lambda: tuple(numpy.geterr().items()), lambda words: numpy.seterr(**dict(words))
-    ),
+    Setting("", (), lambda: tuple(numpy.geterr().items()), _tell_numpy),
     Setting("", 1000, sys.getrecursionlimit, sys.setrecursionlimit),
 )
 TOLD = (

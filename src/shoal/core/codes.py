@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 from collections.abc import Iterator
+from itertools import pairwise
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -43,3 +44,50 @@ def _asked_for(code: CodeType) -> set[str]:
     """Globals and builtins that code within reads."""
     every = (step for one in codes_in(code) for step in dis.get_instructions(one))
     return {step.argval for step in every if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+
+
+def called_for_effect(code: CodeType) -> Iterator[tuple[str, ...]]:
+    """By names the functions that code calls and drops what they return: ``gin.parse(...)``."""
+    for one in codes_in(code):
+        steps = list(dis.get_instructions(one))
+        for called, after in pairwise(steps):
+            if not (called.opname.startswith("CALL") and after.opname == "POP_TOP"):
+                continue
+            first = next((s for s in steps if _begins(s, called)), None)
+            path = [] if first is None else [str(first.argval)]
+            for step in steps[steps.index(first) + 1 :] if first is not None else ():
+                if step.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
+                    break
+                path.append(str(step.argval))
+            if path:
+                yield tuple(path)
+
+
+def _begins(step: dis.Instruction, called: dis.Instruction) -> bool:
+    """Whether what is called is found by the name that a step loads."""
+    here, there = step.positions, called.positions
+    if step.opname not in ("LOAD_GLOBAL", "LOAD_NAME") or here is None or there is None:
+        return False
+    return (here.lineno, here.col_offset) == (there.lineno, there.col_offset)
+
+
+def set_by(code: CodeType) -> Iterator[tuple[str, ...]]:
+    """By names what code assigns in what it has not made: ``F.gelu = f``, ``lib.TABLE[key] = f``.
+
+    Of an entry where the whole is.
+    """
+    for one in codes_in(code):
+        path, key = list[str](), False
+        for step in dis.get_instructions(one):
+            if step.opname == "STORE_ATTR" and path and not key:
+                yield (*path, str(step.argval))
+            elif step.opname == "STORE_SUBSCR" and path[1:] and key:
+                yield tuple(path)
+            if step.opname == "LOAD_GLOBAL":
+                path, key = [str(step.argval)], False
+            elif step.opname == "LOAD_ATTR" and path and not key:
+                path = [*path, str(step.argval)]
+            elif step.opname in ("LOAD_CONST", "LOAD_FAST") and path and not key:
+                key = True
+            else:
+                path, key = [], False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import decimal
+import locale
 import os
 import sys
 import types
@@ -12,9 +13,13 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import fields
 from typing import Any
 
-from shoal.core.codes import names_in
+import numpy as np
+from torch import _tensor_str
+
+from shoal.core.codes import called_for_effect, names_in, set_by
 from shoal.kernelchoice import OTHERS, KernelChoice
-from shoal.pystate.ambient import is_users
+from shoal.libraries import is_library
+from shoal.pystate.ambient import is_users, module_of
 
 _CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)
 _CONSTANT = (bool, int, float, str, bytes, type(None))
@@ -29,13 +34,59 @@ def settings_of_process(asked: Collection[str]) -> dict[str, str]:
         if one.name != "others"
     }
     for setting, value in zip(OTHERS, chosen.others, strict=True):
-        found[f"the setting {setting.name or setting.read.__name__!r}"] = repr(value)
+        found[f"the setting {setting.name or setting.put.__name__.strip('_')!r}"] = repr(value)
     found["the decimal context"] = repr(decimal.getcontext())
+    found["the locale"] = locale.setlocale(locale.LC_ALL)
+    found["the working directory"] = _working_directory()
+    found["how numbers are printed"] = f"{np.get_printoptions()} {vars(_tensor_str.PRINT_OPTS)}"
     if not {"environ", "getenv", "environb"}.isdisjoint(asked):
         names = [name for name in asked if name.isupper() or name in os.environ]
         found |= {f"os.environ[{name!r}]": repr(os.environ.get(name)) for name in names}
     if "argv" in asked:
         found["sys.argv"] = repr(sys.argv)
+    return found
+
+
+def _working_directory() -> str:
+    try:
+        return os.getcwd()
+    except OSError:  # somebody has removed it
+        return ""
+
+
+def changed_by(functions: Iterable[types.FunctionType]) -> list[types.ModuleType]:
+    """Modules of installed packages whose functions these call for what they do there.
+
+    ``gin.parse_config(...)``, ``package.configure(...)``: nobody needs what they return.
+    """
+    found = dict[str, types.ModuleType]()
+    for function in functions:
+        for path in called_for_effect(function.__code__):
+            home = module_of(_found(function, path))
+            if home is not None and not is_library(home) and not is_users(home):
+                found[home.__name__] = home
+    return [one for name, one in found.items() if name.partition(".")[0] != "shoal"]
+
+
+def set_in_libraries(functions: Iterable[types.FunctionType]) -> dict[str, Any]:
+    """What these assign in modules and classes that are no user's, by place: as it is now."""
+    found = dict[str, Any]()
+    for function in functions:
+        for path in set_by(function.__code__):
+            home = _found(function, path[:-1])
+            if home is os or not isinstance(home, types.ModuleType | type):
+                continue
+            if not is_users(home):
+                found[f"{_called(home, '.'.join(path[:-1]))}.{path[-1]}"] = vars(home).get(
+                    path[-1]
+                )
+    return found
+
+
+def _found(function: types.FunctionType, path: tuple[str, ...]) -> Any:
+    found = function.__globals__.get(path[0])
+    for name in path[1:]:
+        found = getattr(found, name, None)
     return found
 
 

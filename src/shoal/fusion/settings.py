@@ -36,12 +36,18 @@ from torch import Tensor, nn
 from shoal.core.codes import names_in
 from shoal.fusion.digests import Digests, of_code
 from shoal.fusion.globals import LONG, MAKING, followed
-from shoal.fusion.processwide import found_in_libraries, settings_of_process
+from shoal.fusion.processwide import (
+    changed_by,
+    found_in_libraries,
+    set_in_libraries,
+    settings_of_process,
+)
 from shoal.fusion.signature import DEEPEST
 from shoal.libraries import is_library
 from shoal.pystate import ambient
 from shoal.pystate.ofthread import parts_of_thread
 from shoal.pystate.parts import SPACES, attributes_of, function_parts, has_attributes, hidden_of
+from shoal.pystate.standins import declared_in
 from shoal.recipe import Recipe
 
 PLAIN = (bool, int, float, str, bytes, complex, type(None))
@@ -88,6 +94,11 @@ def configuration(recipe: Recipe, module: nn.Module) -> dict[str, str]:
         places |= {f"{where}.{name}": value for name, value in held.items()}
     telling = _Telling(asked, module)
     telling.found |= settings_of_process(asked)
+    makers = here.makers()
+    for home in changed_by(makers):
+        telling.found[f"what {home.__name__} holds"] = Digests().of(declared_in(home))
+    for place, value in set_in_libraries(makers).items():
+        telling.tell(place, value, counts=True)
     packages = collections.defaultdict[str, list[str]](list)
     for place, value in places.items():
         if _is_of_package(value):
@@ -125,10 +136,10 @@ class _Telling:
         self._left, self._digests = MOST, Digests({id(one) for one in own})
         self._more: list[str] = []  # digests of what of a place is beyond that
 
-    def tell(self, place: str, value: Any) -> None:
+    def tell(self, place: str, value: Any, *, counts: bool = False) -> None:
         """Of a value and all within, each at a place of its own."""
         self._left, self._more = MOST, []
-        self._look(place, value, self._is_asked(place.rpartition(".")[2]), 0)
+        self._look(place, value, counts or self._is_asked(place.rpartition(".")[2]), 0)
         if self._more:
             self.found[f"{place} and more"] = _short(" ".join(self._more))
 

@@ -79,6 +79,12 @@ def filed_in(node: ast.AST) -> Iterator[Filed]:
         yield Filed(path, None, names)
 
 
+def called_in(node: ast.AST) -> Iterator[Path]:
+    """Whom it calls, and drops what they return: ``package.configure(...)``."""
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        yield from filter(None, [path_of(node.value.func)])
+
+
 def words_in(nodes: Iterable[ast.AST]) -> Iterator[str]:
     """What may be a name that code makes: texts, and the names of arguments."""
     for node in nodes:
@@ -125,6 +131,14 @@ def found_first(held: Mapping[str, Any], path: Path) -> Any:
     """What the first name of a path is in a file that has ``held``."""
     first = path[0]
     return sys.modules.get(first[1:]) if first.startswith("=") else held.get(first)
+
+
+def found_at(held: Mapping[str, Any], path: Path) -> Any:
+    """What there is at a path, None where there is nothing."""
+    found = found_first(held, path)
+    for name in path[1:]:
+        found = getattr(found, name, None)
+    return found
 
 
 def _at(path: Path, names: Iterable[str]) -> Iterator[Assigned]:

@@ -20,6 +20,7 @@ from shoal.launch.assigning import (
     assigned_by,
     assigned_by_words,
     assigned_in,
+    called_in,
     deleted_in,
     filed_in,
     path_of,
@@ -50,6 +51,7 @@ class Said(NamedTuple):
     deleted: tuple[Assigned, ...] = ()
     by_words: tuple[Path, ...] = ()  # in whom it assigns by names that are made elsewhere
     words: frozenset[str] = frozenset()  # of which such names may be
+    called: tuple[Path, ...] = ()  # for what they do, in lines that run when the file does
 
 
 def main_files() -> Iterator[tuple[ModuleType, Said]]:
@@ -104,6 +106,7 @@ def _parse(text: str, package: str) -> Said:
         tuple(deleted),
         tuple(by_words),
         frozenset(words_in(everywhere)) if by_words else frozenset(),
+        tuple(dict.fromkeys(one for node in nodes for one in called_in(node))),
     )
 
 

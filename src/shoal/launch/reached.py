@@ -11,12 +11,13 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from shoal.core.codes import codes_in
-from shoal.launch.assigning import found_first
+from shoal.launch.assigning import found_at, found_first
 from shoal.launch.mainfile import changed, main_files, main_modules
 from shoal.launch.maintext import is_all_known
 from shoal.launch.replaced import LEFT_OUT
 from shoal.libraries import LIBRARIES
-from shoal.pystate.ambient import is_users
+from shoal.pystate.ambient import is_users, module_of
+from shoal.pystate.standins import DECLARED, declared_in
 from shoal.source import MAINS
 
 Users = Mapping[str, ModuleType]
@@ -61,7 +62,7 @@ def named_objects() -> Iterator[tuple[ModuleType, str]]:
     """Objects of installed packages that lines of a main file name, with where they are.
 
     ``from package.config import cfg``, ``package.config.cfg.width = 128``: it may have changed
-    them.
+    them. Behind ``DECLARED`` what a module holds whose function a line calls for what it does.
     """
     for main, said in main_files():
         held = vars(main)
@@ -75,14 +76,23 @@ def named_objects() -> Iterator[tuple[ModuleType, str]]:
                 name = names.popleft()
                 yield from _in_package(home, name)
                 home = vars(home).get(name)
+        for path in said.called:
+            home = module_of(found_at(held, path))
+            if home is not None and not _is_left_out(home):
+                yield from ((home, f"{DECLARED}{name}") for name in declared_in(home))
 
 
 def _in_package(home: ModuleType, name: str) -> Iterator[tuple[ModuleType, str]]:
     if name not in vars(home) or sys.modules.get(home.__name__) is not home:
         return
-    is_left_out = home.__name__.partition(".")[0] in LEFT_OUT | LIBRARIES or is_users(home)
-    if not is_left_out and not isinstance(vars(home)[name], ModuleType | type | FunctionType):
+    if _is_left_out(home):
+        return
+    if not isinstance(vars(home)[name], ModuleType | type | FunctionType):
         yield home, name
+
+
+def _is_left_out(home: ModuleType) -> bool:
+    return home.__name__.partition(".")[0] in LEFT_OUT | LIBRARIES or is_users(home)
 
 
 def _parents(module: str) -> Iterator[str]:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from types import FunctionType, ModuleType
 from typing import Any
 
-from shoal.launch.assigning import Path, found_first
+from shoal.launch.assigning import found_at
 from shoal.launch.mainfile import main_files
 from shoal.libraries import is_installed
 from shoal.pystate.ambient import is_users
@@ -46,10 +46,10 @@ def _assigned_by_name(known: Iterable[Change]) -> Iterator[Change]:
         within = {name: sys.modules.get(module) for name, module in said.modules}
         here = {**within, **vars(main)}  # names of functions' own too
         for path, name in said.assigned:
-            if (change := _change_of(_found(here, path), name)) is not None:
+            if (change := _change_of(found_at(here, path), name)) is not None:
                 yield from _first(change, names)
         for path in said.by_words:
-            home, told = _found(here, path), list[Change]()
+            home, told = found_at(here, path), list[Change]()
             for name in said.words & vars(home).keys() if _is_others(home) else ():
                 if (change := _change_of(home, name)) is not None and not _is_its_own(change):
                     told.append(change)
@@ -58,7 +58,7 @@ def _assigned_by_name(known: Iterable[Change]) -> Iterator[Change]:
             if not told and _is_others(home):
                 _warn_of_names(home)
         for path, name in said.deleted:
-            if (change := _change_of(_found(here, path), name, gone=True)) is not None:
+            if (change := _change_of(found_at(here, path), name, gone=True)) is not None:
                 yield from _first(change, names)
 
 
@@ -103,12 +103,12 @@ def _filed_by_key(known: Iterable[Change]) -> Iterator[Change]:
         held = vars(builtins) | vars(main)
         bound = {one.bound: (one.module, one.name) for one in said.imported}
         for path, key, spelled in said.filed:
-            table = _found(held, path)
-            owner = _found(held, path[:-1]) if path[1:] else None
+            table = found_at(held, path)
+            owner = found_at(held, path[:-1]) if path[1:] else None
             if path[0] in bound and not path[1:]:
                 module, name = bound[path[0]]
                 owner, path = sys.modules.get(module), (name,)
-            key = _found(held, spelled) if spelled else key
+            key = found_at(held, spelled) if spelled else key
             place = _change_of(owner, path[-1])
             if place is None or place.value is not table or not issubclass(type(table), dict):
                 continue
@@ -118,13 +118,6 @@ def _filed_by_key(known: Iterable[Change]) -> Iterator[Change]:
             if isinstance(key, Hashable) and change.full_name not in names:
                 with suppress(KeyError, TypeError):  # it is gone again, or no such key
                     yield change._replace(value=dict.__getitem__(table, key))
-
-
-def _found(held: Mapping[str, Any], path: Path) -> Any:
-    found = found_first(held, path)
-    for name in path[1:]:
-        found = getattr(found, name, None)
-    return found
 
 
 def _change_of(home: Any, name: str, *, gone: bool = False) -> Change | None:

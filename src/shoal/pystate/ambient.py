@@ -115,6 +115,13 @@ class Ambient:
             if isinstance(one, types.FunctionType) and one.__closure__ and is_users(one):
                 yield one.__qualname__, closed_over(one)
 
+    def makers(self) -> list[types.FunctionType]:
+        """All functions of the user's that the recipe comes to, those that make trials too."""
+        found = [one for one in map(_function, self._met) if one is not None]
+        given = map(_function, map(code_of, _given(self._recipe))) if self._recipe else ()
+        found += [one for one in given if one is not None]
+        return list({id(one): one for one in found}.values())
+
     def has(self, place: str) -> bool:
         """Whether a value called ``module.name`` or ``module.class.name`` is a trial's own."""
         return any(
@@ -523,6 +530,15 @@ def _function(value: Any) -> types.FunctionType | None:
         value = value.__func__
     value = inspect.unwrap(value) if isinstance(value, types.FunctionType) else value
     return value if isinstance(value, types.FunctionType) and is_users(value) else None
+
+
+def module_of(function: Any) -> types.ModuleType | None:
+    """Where a function is from, or a method; None of what is none."""
+    function = getattr(function, "__func__", function)
+    if not callable(function) or isinstance(function, type):
+        return None
+    known = getattr(function, "__globals__", {}).get("__name__")
+    return sys.modules.get(str(known or getattr(function, "__module__", "")))
 
 
 def is_users(code: Any) -> bool:

@@ -162,7 +162,8 @@ class _Arrival(importlib.abc.MetaPathFinder):
         home: Any = vars(module).get(of_class) if of_class else module
         if of_class and not isinstance(home, type):
             raise _Unfit("they have no such class")
-        here = declared_in(home) if name == DECLARED else vars(home).get(name, ABSENT)
+        here = vars(home).get(name.removeprefix(DECLARED), ABSENT)
+        here = declared_in(home) if name == DECLARED else here
         here = here.__func__ if isinstance(here, staticmethod | classmethod) else here
         if not fits(came, here):
             raise _Unfit(_LACKS)

@@ -118,11 +118,11 @@ class Bringing:
 
     def _bring_large(self, came: Large, here: Any) -> Any:
         theirs = came.fingerprint
-        if theirs.digest is None and not came.is_sure:
-            return here
-        if theirs.digest is None or here is ABSENT or _is_nothing(here):
+        if came.is_sure and (theirs.digest is None or here is ABSENT or _is_nothing(here)):
             other = ", or cannot be taken apart" if theirs.digest is None else ""
             self.lacking.append(f"{theirs.words} is too large{other}")
+            return here
+        if not came.is_sure and theirs.digest is None:
             return here
         mine = fingerprint_of(here, theirs.most)
         if mine != theirs:

@@ -32,7 +32,7 @@ class ModuleState:
 
     Args:
         size_by_value: How many bytes an object of the main file's is; None: it cannot go.
-        named: Values of other modules, by where they are.
+        named: Values of other modules, by where they are; behind ``DECLARED`` to be compared.
         whole: Of large values those that go, by identity.
         fingerprints: Of large values, with those that were taken before.
         chosen: The places of all that go; None: whatever may.
@@ -56,7 +56,9 @@ class ModuleState:
     ) -> None:
         wanted = {module: list(values_of(module)) for module in modules}
         for module, name in named:
-            wanted.setdefault(module, []).append((name, vars(module)[name]))
+            value = vars(module)[name.removeprefix(DECLARED)]
+            known = Compared(value) if name.startswith(DECLARED) else value
+            wanted.setdefault(module, []).append((name, known))
         if chosen is not None:
             wanted = {
                 module: [pair for pair in pairs if (module.__name__, pair[0]) in chosen]
@@ -105,7 +107,7 @@ def _with_room(
 
 def left_words(module: str, path: str, why: str) -> str:
     """That workers do not have a value."""
-    what = f"what the module {module} holds as {path!r}"
+    what = f"what the module {module} holds as {path.removeprefix(DECLARED)!r}"
     return f"{what} cannot be sent to workers, which have of it what its import makes: {why}"
 
 

@@ -279,17 +279,26 @@ _REDUCTION = ("func", "args", "state", "items", "pairs", "put")
 
 
 DECLARED = "(values)"
-"""By this name a class has what ``declared_in`` gives."""
+"""By this name a class has what ``declared_in`` gives; it is before names of a module's."""
 
 
-def declared_in(kind: type) -> dict[str, Any]:
-    """What a class was made with for good: an enumeration's values, defaults that pydantic has."""
-    if issubclass(kind, enum.Enum):
-        return {name: member._value_ for name, member in kind.__members__.items()}
-    fields = vars(kind).get("__pydantic_fields__")
+def declared_in(home: type | types.ModuleType) -> dict[str, Any]:
+    """What is compared at once: an enumeration's values, defaults that pydantic has.
+
+    Of an installed module numbers, texts and containers at its top level.
+    """
+    if isinstance(home, types.ModuleType):
+        known = list(vars(home).items())
+        return {n: v for n, v in known if not n.startswith("__") and isinstance(v, _DECLARED)}
+    if issubclass(home, enum.Enum):
+        return {name: member._value_ for name, member in home.__members__.items()}
+    fields = vars(home).get("__pydantic_fields__")
     if not isinstance(fields, dict):
         return {}
     return {name: getattr(one, "default", None) for name, one in fields.items()}
+
+
+_DECLARED = (type(None), bool, int, float, str, bytes, dict, list, set, tuple, frozenset)
 
 
 class Weights:

@@ -8,6 +8,7 @@ import functools
 import math
 import os
 import sys
+import types
 import weakref
 from types import SimpleNamespace
 
@@ -190,3 +191,74 @@ def found_by(module):
     )
     with ambient.watching(recipe):
         return configuration(recipe, module)
+
+
+def made_by(model):
+    recipe = shoal.Recipe(
+        model=model, data=lambda hp: ([], None), loss=lambda output, batch: output
+    )
+    with ambient.watching(recipe):
+        return configuration(recipe, Reads())
+
+
+@pytest.fixture
+def package(monkeypatch):
+    """An installed one."""
+    made = types.ModuleType("package")
+    made.__file__ = "/x/site-packages/package.py"
+    monkeypatch.setitem(sys.modules, "package", made)
+    exec(
+        "CONFIG, TABLE = {}, {}\ndef configure(scale): CONFIG['scale'] = scale\n"
+        "class Kind:\n    gain = 1.0",
+        vars(made),
+    )
+    monkeypatch.setitem(globals(), "package", made)
+    return made
+
+
+def calls(hp):
+    package.configure(2.0)
+
+
+def sets(hp):
+    package.Kind.gain, package.TABLE["x"] = 2.0, 3.0
+    torch.nn.CELU.forward = nn.CELU.forward
+
+
+@pytest.mark.parametrize(
+    ("model", "change", "place"),
+    [
+        (calls, lambda one: one.configure(3.0), "what package holds"),
+        (sets, lambda one: setattr(one.Kind, "gain", 3.0), "package.Kind.gain"),
+        (sets, lambda one: one.TABLE.update(x=4.0), "package.TABLE.x"),
+    ],
+)
+def test_what_the_making_of_trials_sets_in_installed_packages_is_told(
+    package, model, change, place
+):
+    model({})
+    before = made_by(model)
+    change(package)
+    after = made_by(model)
+    assert [name for name in before if before[name] != after[name]] == [place]
+    assert "torch.nn.CELU.forward" in before or model is calls
+
+
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [
+        (lambda here: here.chdir("/"), "the working directory"),
+        (lambda here: torch.autograd.set_detect_anomaly(True), "the setting 'detect_anomaly'"),
+        (lambda here: np.set_printoptions(precision=3), "how numbers are printed"),
+    ],
+)
+def test_what_a_process_has_one_of_is_told(monkeypatch, change, place):
+    before, options = told(), np.get_printoptions()
+    monkeypatch.chdir(os.getcwd())  # to be back there afterwards
+    try:
+        change(monkeypatch)
+        after = told()
+    finally:
+        torch.autograd.set_detect_anomaly(False)
+        np.set_printoptions(**options)
+    assert [name for name in before if before[name] != after[name]] == [place]

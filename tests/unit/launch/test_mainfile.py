@@ -9,7 +9,7 @@ import pytest
 from torch.nn import functional
 
 from shoal.launch.mainfile import Said, main_files
-from shoal.launch.reached import imported_for_itself, reached
+from shoal.launch.reached import imported_for_itself, named_objects, reached
 from shoal.launch.replaced import find_changes
 from shoal.source import MODULE_NAME, Change, Gone
 
@@ -198,3 +198,18 @@ def test_what_was_deleted_is_gone_where_it_arrives_and_is_put_back(monkeypatch):
     undo()
     assert package.width == 3
     assert Change("package", "", "depth", Gone()).make() is None
+
+
+def test_of_a_package_whose_function_a_line_calls_for_what_it_does_all_is_compared(
+    main, tmp_path, monkeypatch
+):
+    """What the function has changed nobody can tell: ``gin.parse_config(...)``."""
+    (tmp_path / "main.py").write_text("import package\npackage.configure(3)\nx = other.read()\n")
+    for name in ("package", "other"):
+        module = types.ModuleType(name)
+        module.__file__ = f"/x/site-packages/{name}.py"
+        exec("CONFIG, read, width = {}, object(), 3\ndef configure(x): pass", vars(module))
+        monkeypatch.setitem(sys.modules, name, module)
+        setattr(main, name, module)
+    found = [(home.__name__, name) for home, name in named_objects() if name.startswith("(")]
+    assert found == [("package", "(values)CONFIG"), ("package", "(values)width")]

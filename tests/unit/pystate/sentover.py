@@ -10,12 +10,12 @@ from shoal.pystate.arriving import arrive, left_as_imported
 from shoal.pystate.modulestate import ModuleState
 
 
-def arrived(module, *, size_by_value=lambda value: None, **now):
-    """Take what the module holds, have it hold others, and bring what was taken.
+def arrived(module, *, size_by_value=lambda value: None, named=(), **now):
+    """Take what the module holds, or what is named, have it hold others, and bring what was taken.
 
     Returns what is said of what could not be brought.
     """
-    state = ModuleState([module], size_by_value)
+    state = ModuleState([] if named else [module], size_by_value, named)
     vars(module).update(now)
     meta_path, argv = list(sys.meta_path), list(sys.argv)
     try:

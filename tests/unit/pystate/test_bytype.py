@@ -17,6 +17,7 @@ import torch
 from sentover import arrived
 
 from shoal.core.errors import SpecError
+from shoal.pystate.standins import DECLARED
 from shoal.pystate.statepickler import LARGEST
 
 
@@ -184,3 +185,14 @@ def test_other_defaults_that_pydantic_has_are_told_of(module):
     module.Settings = settings(2.0)
     (told,) = arrived(module, Settings=settings(3.0))
     assert "the module held_here holds as 'Settings.(values)' cannot be sent to workers" in told
+
+
+def test_what_a_package_holds_otherwise_is_told_of_and_left(module):
+    module.CONFIG, module.width, named = {"a": 1}, 3, ["CONFIG", "width"]
+    named = [(module, f"{DECLARED}{name}") for name in named]
+    (told,) = arrived(module, named=named, CONFIG={}, width=3)
+    assert told == (
+        "what the module held_here holds as 'CONFIG' cannot be sent to workers, which have of it "
+        "what its import makes: a dict of 1 items, and workers have a dict of 0 items"
+    )
+    assert module.CONFIG == {}
