@@ -13,7 +13,9 @@ kernels before it is said that they are not.
 
 from __future__ import annotations
 
+import decimal
 import importlib
+import locale
 import operator
 import os
 import sys
@@ -119,6 +121,28 @@ def _tell_numpy(errors: tuple[tuple[str, Any], ...]) -> None:
     numpy.seterr(**dict(errors))
 
 
+_OF_DECIMALS = ("prec", "rounding", "Emin", "Emax", "capitals", "clamp")
+
+
+def _decimals() -> tuple[Any, ...]:
+    """The decimal context of this thread, but for what has happened in it."""
+    context = decimal.getcontext()
+    traps = tuple(signal for signal, is_on in context.traps.items() if is_on)
+    return (*(getattr(context, name) for name in _OF_DECIMALS), traps)
+
+
+def _set_decimal_context(wanted: tuple[Any, ...]) -> None:
+    context, (*values, traps) = decimal.getcontext(), wanted
+    for name, value in zip(_OF_DECIMALS, values, strict=True):
+        setattr(context, name, value)
+    for signal in context.traps:
+        context.traps[signal] = signal in traps
+
+
+def _set_locale(wanted: str) -> None:
+    locale.setlocale(locale.LC_ALL, wanted)
+
+
 _ANOMALY = torch.is_anomaly_enabled, torch.is_anomaly_check_nan_enabled
 
 OTHERS = (
@@ -180,6 +204,8 @@ OTHERS = (
     ),
     Setting("", (), lambda: tuple(numpy.geterr().items()), _tell_numpy),
     Setting("", 1000, sys.getrecursionlimit, sys.setrecursionlimit),
+    Setting("", (), _decimals, _set_decimal_context),
+    Setting("", "C", lambda: locale.setlocale(locale.LC_ALL), _set_locale),
 )
 TOLD = (
     EXACT,

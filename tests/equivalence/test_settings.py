@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import decimal
+import locale
+
 import numpy
 import pytest
 import torch
@@ -82,3 +85,19 @@ def test_what_raises_alone_raises_in_a_worker(restored, run_study):
     numpy.seterr(divide="raise")
     with pytest.raises(shoal.TrialError, match="FloatingPointError"):
         run_study(Recipe(model=divide, data=data, loss=loss), shoal.grid(lr=[0.1]), steps=1)
+
+
+def by_context(output, batch):
+    exact = decimal.Decimal(1) / 3
+    named = len(locale.setlocale(locale.LC_CTYPE))
+    return float(exact) * named * (output - batch[1]).square().mean()
+
+
+def test_the_decimal_context_and_the_locale_are_those_of_who_asks(
+    restored, run_study, assert_alone
+):
+    decimal.getcontext().prec = 3
+    locale.setlocale(locale.LC_CTYPE, "C")
+    recipe = Recipe(model=build, data=data, loss=by_context)
+    report = run_study(recipe, shoal.grid(lr=[0.01]), steps=2)
+    assert_alone(report, report.trials, recipe, steps=2)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import decimal
-import locale
 import os
 import sys
 import types
@@ -35,8 +33,6 @@ def settings_of_process(asked: Collection[str]) -> dict[str, str]:
     }
     for setting, value in zip(OTHERS, chosen.others, strict=True):
         found[f"the setting {setting.name or setting.put.__name__.strip('_')!r}"] = repr(value)
-    found["the decimal context"] = repr(decimal.getcontext())
-    found["the locale"] = locale.setlocale(locale.LC_ALL)
     found["the working directory"] = _working_directory()
     found["how numbers are printed"] = f"{np.get_printoptions()} {vars(_tensor_str.PRINT_OPTS)}"
     if not {"environ", "getenv", "environb"}.isdisjoint(asked):
