@@ -16,6 +16,8 @@ import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
+from torch import Tensor
+
 from shoal.pystate.bytype import ByTypes
 from shoal.pystate.comparing import Fingerprints
 from shoal.pystate.sendable import CODE, home_of, is_main_code, is_of_main, may_go
@@ -137,6 +139,8 @@ def values_of(module: types.ModuleType) -> Iterator[tuple[str, Any]]:
                 yield f"{name}.{DECLARED}", Compared(declared)
             if value.__qualname__ == name and not issubclass(value, enum.Enum):
                 yield from _values_of_class(value)
+        elif isinstance(value, Tensor) and value.grad_fn is not None:
+            yield name, Compared(value)  # what it was computed from is of this process
         else:
             yield name, value
 

@@ -196,3 +196,14 @@ def test_what_a_package_holds_otherwise_is_told_of_and_left(module):
         "what its import makes: a dict of 1 items, and workers have a dict of 0 items"
     )
     assert module.CONFIG == {}
+
+
+def test_another_tensor_with_a_history_is_told_of(module):
+    def scaled(by):
+        return by * torch.ones(2, requires_grad=True)
+
+    module.scale, here = scaled(2.0), scaled(2.0)
+    assert not arrived(module, scale=here)
+    module.scale = scaled(2.0)
+    (told,) = arrived(module, scale=scaled(3.0))
+    assert told.endswith("a float32 tensor of 2, 8 B, and workers have other contents")
