@@ -51,7 +51,7 @@ def _assigned_by_name(known: Iterable[Change]) -> Iterator[Change]:
         for path in said.by_words:
             home, told = found_at(here, path), list[Change]()
             for name in said.words & vars(home).keys() if _is_others(home) else ():
-                if (change := _change_of(home, name)) is not None and not _is_its_own(change):
+                if (change := _change_of(home, name)) is not None and _may_be_set(change):
                     told.append(change)
             for change in sorted(told, key=lambda change: change.full_name):
                 yield from _first(change, names)
@@ -87,13 +87,18 @@ def _first(change: Change, names: set[str]) -> Iterator[Change]:
         yield change
 
 
-def _is_its_own(change: Change) -> bool:
-    """Whether a module, or code where it was defined, as far as its name says."""
+def _may_be_set(change: Change) -> bool:
+    """Whether a loop over names may have set it: a plain value, or code that is not defined there.
+
+    An object of the package's own, which it may share, is none: it would become a copy.
+    """
     value = change.value
-    if isinstance(value, ModuleType):
-        return True
-    home = getattr(value, "__module__", None), getattr(value, "__name__", None)
-    return callable(value) and home == (change.module, change.name)
+    if not isinstance(value, FunctionType | type):
+        return type(value) in _PLAIN
+    return (value.__module__, value.__name__) != (change.module, change.name)
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, tuple, type(None))
 
 
 def _filed_by_key(known: Iterable[Change]) -> Iterator[Change]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import types
 
 import pytest
@@ -163,19 +164,19 @@ del package.gone
 delattr(package.Kind, "also")
 for name in dir(plain):
     setattr(plain, name, 0)
-SAID = "unchanged", "function", "sys"
+SAID = "unchanged", "function", "sys", "table", "lock"
 """
 
 
 def test_every_way_to_set_and_to_delete_is_found_and_what_is_not_is_told(
     main, tmp_path, monkeypatch
 ):
-    """``unchanged`` is in the text, so it goes as it is; its own function does not."""
+    """``unchanged`` is in the text, so it goes as it is; objects of its own do not."""
     (tmp_path / "main.py").write_text(OTHER_WAYS)
     package, plain = types.ModuleType("package"), types.ModuleType("plain")
     held = ["low", "high", "updated", "filled", "spelled", "found", "looked", "imported"]
     held.append("unchanged")
-    vars(package).update(dict.fromkeys(held, 1), sys=sys)
+    vars(package).update(dict.fromkeys(held, 1), sys=sys, table={}, lock=threading.Lock())
     for module in (package, plain):
         module.__file__ = f"/x/site-packages/{module.__name__}.py"
         monkeypatch.setitem(sys.modules, module.__name__, module)
