@@ -30,6 +30,15 @@ class RngState:
     cuda: Tensor | None = None
 
 
+def process_streams() -> tuple[object, ...]:
+    """The host's generators, which a process has one of each of and a trial in its own state.
+
+    ``from random import randrange`` is a method of Python's.
+    """
+    numpy: Any = np.random.random
+    return torch.default_generator, _python(), numpy.__self__
+
+
 def seed_all(seed: int) -> None:
     """Seed torch (every device), ``random`` and NumPy from one number."""
     torch.manual_seed(seed)

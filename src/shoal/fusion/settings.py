@@ -49,6 +49,7 @@ from shoal.pystate.ofthread import parts_of_thread
 from shoal.pystate.parts import SPACES, attributes_of, function_parts, has_attributes, hidden_of
 from shoal.pystate.standins import declared_in
 from shoal.recipe import Recipe
+from shoal.rng import process_streams
 
 PLAIN = (bool, int, float, str, bytes, complex, type(None))
 MOST = 2_000
@@ -127,7 +128,7 @@ class _Telling:
     """
 
     def __init__(self, asked: frozenset[str], module: nn.Module) -> None:
-        own = (*module.modules(), *module.parameters(), *module.buffers())
+        own = (*module.modules(), *module.parameters(), *module.buffers(), *process_streams())
         self.found: dict[str, str] = {}
         self._asked, self._by_name = asked, not asked.isdisjoint(_BY_NAME)
         self._above = {id(one) for one in own}  # and what is looked into at the moment

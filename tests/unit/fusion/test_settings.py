@@ -7,6 +7,7 @@ import decimal
 import functools
 import math
 import os
+import random
 import sys
 import types
 import weakref
@@ -20,6 +21,7 @@ from torch import nn
 import shoal
 from shoal.fusion.settings import MOST, configuration
 from shoal.pystate import ambient
+from shoal.rng import seeded_host
 
 
 @pytest.fixture(autouse=True)
@@ -172,6 +174,21 @@ def test_of_a_global_that_a_model_keeps_too_all_is_told(monkeypatch):
     before = found_by(read)
     unnamed[0] = 2.0
     assert found_by(read) != before
+
+
+class Draws(nn.Module):
+    def forward(self, x):
+        return x + randrange(2) + legacy.rand() + generator.initial_seed()
+
+
+randrange, legacy, generator = random.randrange, np.random.mtrand._rand, torch.default_generator
+
+
+def test_generators_of_the_process_are_each_trials_own():
+    with seeded_host(1):
+        before = found_by(Draws())
+    with seeded_host(2):
+        assert found_by(Draws()) == before
 
 
 class Kept(nn.Module):
