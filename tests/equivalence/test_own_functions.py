@@ -46,6 +46,9 @@ class Rounds(Function):
         return grad
 
 
+round_by_name = Rounds.apply
+
+
 class Drops(Function):
     @staticmethod
     def forward(ctx, x):
@@ -110,6 +113,7 @@ def squares(net, x):
 OPERATIONS = {
     "two outputs": squares,
     "rounds": lambda net, x: Rounds.apply(4 * x) / 4,
+    "rounds, by another name": lambda net, x: round_by_name(4 * x) / 4,
     "draws": lambda net, x: Drops.apply(x),
     "in place": lambda net, x: Doubles.apply(x.clone()),
     "of the newer form": lambda net, x: Exponential.apply(x),
@@ -183,6 +187,7 @@ def test_one_that_reads_more_than_its_arguments_is_declined_with_the_reason(oper
 
 
 def test_torchs_own_apply_is_back_behind_the_pass():
-    before = vars(Function)["apply"]
+    function = vars(Function)["apply"].__func__
+    before = function.__code__, function.__kwdefaults__
     fusing.train(recipe(squares), HPS, 1)
-    assert vars(Function)["apply"] is before
+    assert (function.__code__, function.__kwdefaults__) == before
