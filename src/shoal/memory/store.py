@@ -260,18 +260,20 @@ def describe(name: str, tensor: torch.Tensor, key: str = "") -> TensorSpec:
     )
 
 
-def keep(name: str, place: torch.Tensor, buffer: torch.Tensor) -> None:
-    """Copy a buffer to its place in a region.
+def keep(name: str, place: torch.Tensor, buffer: torch.Tensor | None) -> None:
+    """Copy a buffer to its place in a region; None: the model has no such buffer yet.
 
     Raises:
         TrialError: it has grown, or shrunk, since the trial was measured.
     """
-    if place.shape != buffer.shape:
+    if buffer is None or place.shape != buffer.shape:
+        is_now = "is not there" if buffer is None else f"is {list(buffer.shape)}"
         raise TrialError(
-            f"the buffer {name!r} is {list(buffer.shape)}, and was {list(place.shape)} when the "
+            f"the buffer {name!r} {is_now}, and was {list(place.shape)} when the "
             "trial was measured: a forward registers another one, or resizes it, as torch's "
             "observers of channels do. Have it as large as it will be where the model is built: "
-            "run a forward there, or register it so; or keep it as a plain attribute."
+            "run a forward there, or register it so. One whose size follows the batch's is to be "
+            "a plain attribute: module.mem = module._buffers.pop('mem') for each such module."
         )
     place.copy_(buffer)
 

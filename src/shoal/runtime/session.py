@@ -67,7 +67,6 @@ from shoal.runtime.units import (
     OwnUnits,
     ResidentUnits,
     Units,
-    get,
 )
 from shoal.runtime.unplaced import require_places
 from shoal.runtime.validating import Validating
@@ -290,7 +289,8 @@ class Session:
         places = views(self.region.bytes, self.layout.buffers, self.layout.buffers_at)
         for name, place in places.items():
             if names is None or name in names:
-                keep(name, place, get(place_of(self.model, name)))
+                owner, leaf = place_of(self.model, name)
+                keep(name, place, owner._buffers.get(leaf))
 
     def park(self) -> None:
         """Let go of the device's memory: all of the trial is in its region, until ``place``."""
