@@ -99,6 +99,22 @@ def test_compiled_it_is_declined(run_study):
     assert "it asks a tensor for a number, by which its code may go other ways" in words
 
 
+def listed(mask):
+    """Whole numbers as a list; others only of a tensor that no slot has for itself."""
+    grid = torch.linspace(0, 1, 5)
+    assert sum(grid.tolist()) == pytest.approx(2 + 2 * float(grid[1]))
+    shortest, longest = torch.stack([mask.sum(1).min(), mask.sum(1).max()]).tolist()
+    return None if shortest == longest and grid[-1].item() == 1.0 else ~mask
+
+
+def test_numbers_in_a_list_are_asked_for_one_by_one():
+    one, other = arrays(recipe(listed))
+    steps = texts(3, batches=8, padded=0.3)
+    assert_same_steps(one, other, [batch for batch in steps if batch[1].all()])
+    (ways,) = one.backend._ways.values()
+    assert [(len(kept.answers), kept.proven) for kept in ways.kept] == [(9, True)]
+
+
 def arrays(made):
     """An array of three trials that makes graphs, and one that does not."""
     trials = [TrialSpec(number=n, hp={"lr": 0.01 * (n + 1)}, seed=n) for n in range(3)]

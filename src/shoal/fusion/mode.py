@@ -47,8 +47,10 @@ READING = frozenset((Tensor.numpy, Tensor.tolist, Tensor.__array__))
 """Operations that make Python's numbers of a tensor's, for which torch's batching has none."""
 
 TRUTHS = frozenset((Tensor.__bool__, torch.is_nonzero, Tensor.is_nonzero))
-ASKING = TRUTHS | {Tensor.item, Tensor.__int__, Tensor.__index__}
+ASKING = TRUTHS | {Tensor.item, Tensor.__int__, Tensor.__index__, Tensor.__float__}
 """By which code asks a tensor for a truth, or for a number."""
+LISTED = 16
+"""Numbers of a tensor that code may have as a list, where it is told one after the other."""
 
 ALL_TRUE = torch._is_all_true
 """By which ``torch.distributions`` looks at its numbers before it computes with them."""
@@ -121,8 +123,10 @@ class SlotMode(TorchFunctionMode):
                 return result
         if func is ALL_TRUE and self._are_all_true(*args):
             return True
-        if func in ASKING and args and _is_whole(func, *args):
+        if func in ASKING and args and self._is_answered(func, *args):
             return self._slots.answered(func, *args)
+        if func is Tensor.tolist and self._is_answered(func, *args) and args[0].numel() <= LISTED:
+            return self._listed(*args)
         if func in READING:
             return self._slots.each(func, args, kwargs)
         if func == REPLACING and self._slots.has_values(args[0]):
@@ -175,6 +179,20 @@ class SlotMode(TorchFunctionMode):
         moved = [leaf.to(where) if id(leaf) in numbers else leaf for leaf in leaves]
         found: tuple[Any, Any] = pytree.tree_unflatten(moved, tree)
         return found
+
+    def _is_answered(self, func: Callable[..., Any], asked: Tensor) -> bool:
+        """Whether code is told a truth, a whole number, or one of a tensor that all slots share.
+
+        Of another number each slot has its own.
+        """
+        is_whole = func in TRUTHS or not (asked.is_floating_point() or asked.is_complex())
+        return is_whole or not self._slots.has_values(asked)
+
+    def _listed(self, asked: Tensor) -> Any:
+        """``tolist``, which asks for number after number."""
+        if asked.dim() == 0:
+            return self._slots.answered(Tensor.item, asked)
+        return [self._listed(one) for one in asked.unbind(0)]
 
     def _are_all_true(self, input: Tensor) -> bool:
         """Of all slots; what distributions ask of their numbers is nearly always so."""
@@ -230,11 +248,6 @@ def _holds_per_slot(args: Any, kwargs: Any) -> bool:
     return any(type(x) is PerSlot for x in args) or any(
         type(x) is PerSlot for x in kwargs.values()
     )
-
-
-def _is_whole(func: Callable[..., Any], asked: Tensor) -> bool:
-    """Whether what code gets is a truth or a whole number; of another number each has its own."""
-    return func in TRUTHS or not (asked.is_floating_point() or asked.is_complex())
 
 
 def _is_mixed(args: Any, kwargs: Any) -> bool:

@@ -75,7 +75,7 @@ Ask = Mask | Numbers
 """What is drawn outside of a pass. Two of one ``shape`` differ in nothing but rates."""
 
 
-Answer = bool | int
+Answer = bool | int | float
 
 
 class Outside(Protocol):
