@@ -317,6 +317,18 @@ def test_no_images_are_a_batch_too():
     assert worst(lambda s: Fn(empty, 4, 6, 3, 3), IMAGE)[0] <= 1e-12
 
 
+def test_group_norm_that_asks_how_images_lie_is_no_loop(monkeypatch):
+    looped = []
+    each = Slots.each
+    monkeypatch.setattr(Slots, "each", lambda *args: looped.append(args[1]) or each(*args))
+
+    def net(slot):
+        return nn.Sequential(nn.Conv2d(6, 8, 3), nn.GroupNorm(2, 8, eps=1e-3), nn.Conv2d(8, 4, 3))
+
+    assert worst(net, IMAGE)[0] <= 1e-12
+    assert looped == []
+
+
 def test_without_onednn_images_lie_alike(monkeypatch):
     monkeypatch.setattr(convolution, "_is_quick", lambda x: False)
     found, _ = worst(lambda s: nn.Sequential(*narrow_and_wide()), IMAGE, torch.float32)

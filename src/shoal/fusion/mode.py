@@ -23,11 +23,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from shoal.fusion.declined import Unbatched
+from shoal.fusion.layout import as_alone
 from shoal.fusion.level import plainly
 from shoal.fusion.ownfunctions import functions_by_slot
 from shoal.fusion.perslot import PerSlot
 from shoal.fusion.rules import RULES
-from shoal.fusion.slots import Slots
+from shoal.fusion.slots import Slots, writes
 
 FUNCTIONS = (
     *("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like"),
@@ -82,6 +83,9 @@ REPLACING = Tensor.data.__set__  # type: ignore[attr-defined]
 """Gives a tensor other memory. Slot by slot that would be the memory of a row's alias."""
 
 HALF = (torch.bfloat16, torch.float16)
+
+ASKS_FORMAT = "is_contiguous inside of vmap"
+"""What torch says of an operation that asks in which format images lie."""
 
 UNTOUCHED = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
@@ -161,7 +165,32 @@ class SlotMode(TorchFunctionMode):
                 return self._batched(func, *moved)
             if not _is_about_batching(error):
                 raise
+            if ASKS_FORMAT in str(error) and (laid := self._as_alone(func, args, kwargs)):
+                return self._batched(func, *laid)
             return self._slots.each(func, args, kwargs)
+
+    def _as_alone(
+        self, func: Callable[..., Any], args: Any, kwargs: Any
+    ) -> tuple[Any, Any] | None:
+        """The arguments with images as each slot's lie alone; None: they do, or it writes there.
+
+        GroupNorm has kernels for two formats and asks, for which torch's batching has no answer
+        where slots lie beside channels (``layout.py``).
+        """
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        has = self._slots.has_values
+        at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and has(leaf)]
+        if writes(func) or "out" in kwargs or not self._slots.level.is_innermost:
+            return None
+        stacked = {i: self._slots.stacked(leaves[i]) for i in at}
+        with plainly():
+            laid = {i: as_alone(x) for i, x in stacked.items()}
+        if all(laid[i] is stacked[i] for i in at):
+            return None
+        for i in at:
+            leaves[i] = self._slots.slotted(laid[i])
+        found: tuple[Any, Any] = pytree.tree_unflatten(leaves, tree)
+        return found
 
     def _beside(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """The arguments with each slot's number where the other tensors are; None: there is none.

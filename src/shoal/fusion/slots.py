@@ -125,10 +125,10 @@ class Slots:
                 own_args, own_kwargs = pytree.tree_unflatten(mine, tree)
                 with self.streams.as_default(slot):
                     results[slot] = functions[slot](*own_args, **own_kwargs)
-        if _writes(functions[0]):
+        if writes(functions[0]):
             self._write_back(leaves[0], opened[0][0])
         some = results[taking_part[0]]
-        if _writes(functions[0]) and isinstance(some, Tensor):
+        if writes(functions[0]) and isinstance(some, Tensor):
             return leaves[0]
         for slot in set(range(self.width)) - set(taking_part):  # anything of that shape will do
             results[slot] = pytree.tree_map_only(Tensor, Tensor.detach, some)
@@ -156,7 +156,7 @@ class Slots:
         self, function: Callable[..., Any], leaves: Sequence[Any], kwargs: Any
     ) -> None:
         """Raise as torch's batching does, where every slot would write into one tensor."""
-        targets = [kwargs.get("out"), *(leaves[:1] if _writes(function) else [])]
+        targets = [kwargs.get("out"), *(leaves[:1] if writes(function) else [])]
         if any(isinstance(t, Tensor) and not self.level.is_slotted(t) for t in targets):
             raise RuntimeError(
                 f"vmap: {_name(function)} writes into a tensor that all slots share"
@@ -220,7 +220,7 @@ def _pick(value: Any, dim: int | None, slot: int) -> Any:
     return value if dim is None else value.select(dim, slot)
 
 
-def _writes(function: Callable[..., Any]) -> bool:
+def writes(function: Callable[..., Any]) -> bool:
     """Whether the operation writes into its first argument, as its name says."""
     name = getattr(function, "__name__", "")
     return name in WRITING or (name.endswith("_") and not name.endswith("__"))
