@@ -7,13 +7,14 @@ import operator
 import fusing
 import pytest
 import torch
+from torch import nn
 
 from shoal.core.errors import TrialError
 from shoal.fusion import Array, Declined, LoopBackend, StackedBackend
 from shoal.fusion.array import LARGE
 from shoal.fusion.member import in_streams
 from shoal.partition.track import AllocationTracker
-from shoal.recipe import build_model
+from shoal.recipe import Recipe, build_model
 from shoal.testing import compare, evaluate, plain_loop, same_bits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -278,6 +279,40 @@ def test_a_batch_of_another_size_runs_beside_the_others(name):
     assert fusing.drift(array.extract(1), alone_array.extract(0)) <= 1e-12
     for slot in (0, 2):
         assert_as_alone(array.extract(slot), made[slot].recipe, made[slot].hp, slot, 1)
+
+
+class Sums(nn.Module):
+    """Begins a sum of losses with a buffer, which it asks to keep its gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4).double()
+        self.register_buffer("zero", torch.zeros((), dtype=torch.float64), persistent=False)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x):
+        total = self.zero
+        if self.training:
+            total.requires_grad_()
+        y = self.layer(x)
+        self.seen.add_(y.detach().mean())
+        return total + y.square().mean()
+
+
+def test_a_buffer_that_keeps_its_gradient_meets_a_short_batch():
+    draws = torch.Generator().manual_seed(0)
+    batches = [torch.randn(rows, 4, generator=draws, dtype=torch.float64) for rows in (5, 5, 3)]
+    recipe = Recipe(
+        model=lambda hp: Sums(),
+        data=lambda hp: (batches, None),
+        loss=lambda output, batch: output,
+        optimizer=lambda named, hp: torch.optim.SGD([p for _, p in named], lr=0.1),
+    )
+    array, losses = fusing.train(recipe, [{}, {}], 7)
+    for slot in range(2):
+        plain = fusing.alone(recipe, {}, slot, 7)
+        assert losses[slot] == pytest.approx(plain.losses, abs=1e-12)
+        assert fusing.drift(array.extract(slot), plain.state()) <= 1e-12
 
 
 def test_a_slot_whose_data_is_bad_fails_and_the_others_take_their_step():

@@ -89,7 +89,7 @@ class Stacked:
     def rows(self, slot: int) -> dict[str, Tensor]:
         """A slot's parameters and buffers by name."""
         found = {name: block.detach()[slot] for name, block in self.parameters.items()}
-        return found | {name: block[slot] for name, block in self.buffers.items()}
+        return found | {name: block.detach()[slot] for name, block in self.buffers.items()}
 
     def take(self, slot: int, module: nn.Module) -> None:
         """Copy a module's tensors into a row, where they live from now on.
@@ -130,11 +130,15 @@ class Stacked:
         self.put_buffers(slot, module)
 
     def put_buffers(self, slot: int, module: nn.Module) -> None:
-        """Copy a module's buffers into their row, also ones that its forward made anew."""
+        """Copy a module's buffers into their row, also ones that its forward made anew.
+
+        The rows have no gradient, though code may ask that a buffer keep one (``zero`` of a
+        module that sums losses): autograd refuses a view that was made without gradients.
+        """
         rows = {}
         with torch.no_grad():
             for name, buffer in module.named_buffers():
-                row = self.buffers[name][slot]
+                row = self.buffers[name].detach()[slot]
                 if buffer.data_ptr() != row.data_ptr() or buffer.shape != row.shape:
                     row.copy_(buffer)
                 rows[id(buffer)] = row
