@@ -61,7 +61,7 @@ def _floats(value: Any, depth: int = 0, name: object = "") -> Iterator[str]:
         return
     inside: list[Any] = []
     if isinstance(value, list | tuple):
-        inside = list(value)
+        inside = [*iter(value)]  # not its length, which a type may have none of
     elif isinstance(value, functools.partial):
         inside = [value.func, value.args, value.keywords]
     elif isinstance(value, types.MethodType):

@@ -112,7 +112,7 @@ def _module_facts(module: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _setting(name: str, value: Any) -> str:
-    if name.endswith("_hooks"):  # by numbers that the process gives out
+    if name.endswith("_hooks") and isinstance(value, dict):  # by numbers of the process
         return described(list(value.values()))
     return described(value, name=name)
 

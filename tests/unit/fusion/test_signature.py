@@ -178,6 +178,24 @@ def test_a_number_that_was_spread_over_others_is_told_by_its_bits():
     assert described(one.loc) != described(other.loc)
 
 
+def test_a_module_that_torch_fx_wrote_is_told():
+    assert signature(torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2)))) is not None
+
+
+class Endless(tuple):
+    """As irreducible representations of e3nn: what length would mean is left open."""
+
+    def __len__(self):
+        raise NotImplementedError
+
+
+def test_floats_are_found_in_a_tuple_that_has_no_length():
+    modules = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    modules[0].parts, modules[1].parts = Endless((0.5, 2)), Endless((0.25, 2))
+    recipe = Recipe(model=lambda hp: nn.Linear(2, 2), data=data, loss=plain_loss)
+    assert constants_of(recipe, modules[0]) != constants_of(recipe, modules[1])
+
+
 def test_every_fact_has_a_subject_of_its_own():
     whole = WholeSet(lambda output, batch: (output, batch[1]), lambda x, y: (x == y).float())
 
