@@ -317,6 +317,21 @@ ROWS_OF = {  # what: (operation with the rule, module of a slot, shape of its in
         ROWS,
     ),
     "memory by itself": (Tensor.data.__get__, lambda s: Fn(lambda x, w: x * w + w.data, 6), ROWS),
+    "weight norm": (
+        torch._weight_norm,
+        lambda s: nn.utils.parametrizations.weight_norm(nn.Linear(6, 5)),
+        ROWS,
+    ),
+    "weight norm of rows": (
+        torch._weight_norm,
+        lambda s: nn.utils.parametrizations.weight_norm(nn.Conv2d(6, 5, 3), dim=1),
+        IMAGE,
+    ),
+    "weight norm of all": (
+        torch._weight_norm,
+        lambda s: nn.utils.parametrizations.weight_norm(nn.Linear(6, 5), dim=None),
+        ROWS,
+    ),
     "weighted classes": (torch._C._nn.nll_loss_nd, lambda s: Fn(weighted, 3), (4, 3)),
 }
 UNRULED = {  # without a rule: torch's batching, or slot by slot
@@ -345,7 +360,6 @@ UNRULED = {  # without a rule: torch's batching, or slot by slot
     "bilinear": (lambda s: Fn(lambda x, w: F.bilinear(x, x, w), 3, 6, 6), ROWS),
     "attention layer": (lambda s: nn.TransformerEncoderLayer(6, 2, 8, 0.2), (4, 2, 6)),
     "spectral norm": (lambda s: nn.utils.parametrizations.spectral_norm(nn.Linear(6, 5)), ROWS),
-    "weight norm": (lambda s: nn.utils.parametrizations.weight_norm(nn.Linear(6, 5)), ROWS),
     "kl": (lambda s: Fn(_divergence, 6), ROWS),
     "writes into zeros": (lambda s: Fn(_filled, 6), ROWS),
     "counted in mean": (lambda s: Fn(_by_item, 6), ROWS),

@@ -1,4 +1,4 @@
-"""BatchNorm: slots beside channels, each with its own statistics."""
+"""BatchNorm, with slots beside channels, each with its own statistics; and weights of a norm."""
 
 from __future__ import annotations
 
@@ -9,6 +9,14 @@ from torch import Tensor
 
 from shoal.fusion.level import plainly
 from shoal.fusion.slots import Slots
+
+
+def weight_norm(slots: Slots, v: Tensor, g: Tensor, dim: int = 0) -> Any:
+    """Of operations that torch batches, as its own kernel is not; ``dim`` -1 is one norm of all."""
+    if not slots.has_values(v, g):
+        return NotImplemented
+    every = [one for one in range(v.dim()) if one != dim]
+    return v * (g / torch.linalg.vector_norm(v, 2, every, keepdim=dim != -1))
 
 
 def batch_norm(

@@ -24,7 +24,7 @@ from shoal.fusion.rules.gradient import grad
 from shoal.fusion.rules.linear import linear
 from shoal.fusion.rules.loss import cross_entropy, nll_loss
 from shoal.fusion.rules.memory import data, requires_grad
-from shoal.fusion.rules.norm import batch_norm
+from shoal.fusion.rules.norm import batch_norm, weight_norm
 from shoal.fusion.rules.pooling import adaptive_avg_pool2d
 from shoal.fusion.rules.recurrent import gru, lstm
 from shoal.fusion.rules.shaping import as_it_lies_alone
@@ -54,6 +54,7 @@ RULES: dict[Callable[..., Any], Rule] = {
     torch.conv_transpose2d: conv_transpose,
     torch.conv_transpose3d: conv_transpose,
     torch.batch_norm: batch_norm,
+    torch._weight_norm: weight_norm,
     torch._C._nn.adaptive_avg_pool2d: adaptive_avg_pool2d,
     torch.dropout: dropout,
     torch.dropout_: dropout_,
