@@ -13,7 +13,7 @@ from torch.distributions import Beta, Dirichlet
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from shoal.fusion import Declined, mode
+from shoal.fusion import Declined, mode, ownfunctions
 from shoal.recipe import Recipe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -184,6 +184,15 @@ def test_without_its_rule_it_is_declined(monkeypatch):
 def test_one_that_reads_more_than_its_arguments_is_declined_with_the_reason(operation, words):
     with pytest.raises(Declined, match=words):
         fusing.train(recipe(operation), HPS, 1)
+
+
+def test_it_does_in_a_torch_that_wrote_apply_otherwise(monkeypatch):
+    monkeypatch.setattr(ownfunctions, "_INSTEAD", (lambda: None).__code__)
+    before = vars(Function)["apply"]
+    _, losses = fusing.train(recipe(squares), HPS, 1)
+    plain = fusing.alone(recipe(squares), HPS[0], 0, 1)
+    assert losses[0] == pytest.approx(plain.losses, abs=1e-12)
+    assert vars(Function)["apply"] is before
 
 
 def test_torchs_own_apply_is_back_behind_the_pass():

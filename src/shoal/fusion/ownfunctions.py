@@ -58,11 +58,27 @@ def functions_by_slot(slots: Slots) -> Iterator[None]:
         one.__qualname__ = one.__name__ = cls.__qualname__
         return slots.each(one, args, kwargs)
 
+    if everyones.__code__.co_freevars != _INSTEAD.co_freevars:  # a torch that wrote it otherwise
+        with _another_apply(classmethod(apply)):
+            yield
+        return
     everyones.__code__, everyones.__kwdefaults__ = _INSTEAD, {"instead": apply}
     try:
         yield
     finally:
         everyones.__code__, everyones.__kwdefaults__ = given.__code__, given.__kwdefaults__
+
+
+@contextmanager
+def _another_apply(another: Any) -> Iterator[None]:
+    """One that nobody has who has kept torch's."""
+    owner: Any = Function
+    known = vars(owner)["apply"]
+    owner.apply = another
+    try:
+        yield
+    finally:
+        owner.apply = known
 
 
 def _copied(function: Any) -> Any:

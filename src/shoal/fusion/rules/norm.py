@@ -12,7 +12,7 @@ from shoal.fusion.slots import Slots
 
 
 def weight_norm(slots: Slots, v: Tensor, g: Tensor, dim: int = 0) -> Any:
-    """Of operations that torch batches, as its own kernel is not; ``dim`` -1 is one norm of all."""
+    """Of operations that torch batches, as its own kernel is not; ``dim`` -1: one norm of all."""
     if not slots.has_values(v, g):
         return NotImplemented
     every = [one for one in range(v.dim()) if one != dim]
