@@ -1,4 +1,4 @@
-"""Derivatives that torch computes in another way while a mode is on: they run without it.
+"""What torch computes in another way while a mode is on: it runs without it.
 
 [Note: who asks for modes] Under a dispatch mode operations compute what they compute without.
 Some of torch's derivatives do not: they ask whether any mode is on, and if so take a formula
@@ -6,6 +6,10 @@ that needs no number of a tensor, or writes nowhere in place. It is the same der
 roundings. A step that is looked at would end on other bits than one that is not, and which are
 looked at depends on leases. So the nodes of these derivatives put the mode aside, with its like
 and those above it, and on again when they are through.
+
+A few operations ask themselves: a product whose one batch has a single matrix, which is a product
+of matrices then, and what needs singular values or eigenvalues alone. ``AskingForwards`` sees them
+where they are called, before torch has taken them apart.
 """
 
 from __future__ import annotations
@@ -14,8 +18,11 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import Node
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _get_current_dispatch_mode_stack,
@@ -39,6 +46,13 @@ torch 2.13, of all that its own tests have samples of."""
 
 ASKERS = frozenset(f"aten::{name}" for name in NAMES)
 _OF_ASKER = re.compile(f"({'|'.join(n.title().replace('_', '') for n in NAMES)})Backward[0-9]+")
+
+_PRODUCTS = (torch.matmul, torch.linalg.matmul, Tensor.matmul)
+PRODUCTS = frozenset((*_PRODUCTS, Tensor.__matmul__, Tensor.__rmatmul__))
+_NORMS = (torch.linalg.matrix_norm, torch.linalg.norm, torch.norm, Tensor.norm)
+_VALUES = (torch.linalg.svdvals, torch.linalg.eigvalsh, torch.linalg.lstsq, torch.linalg.cond)
+OF_VALUES = frozenset((*_NORMS, *_VALUES, torch.linalg.matrix_rank))
+"""Operations that ask: the same samples have said so."""
 
 Through = Callable[[Sequence[Any], Sequence[Any]], None]
 
@@ -99,6 +113,16 @@ class Askers:
     def _is_on(self) -> bool:
         return any(mode is self._mode for mode in _get_current_dispatch_mode_stack())
 
+    def without(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """What ``func`` returns without the mode, which is told of it as of a derivative."""
+        self._put_aside(())
+        made: Any = ()
+        try:
+            made = func(*args, **kwargs)
+        finally:
+            self._put_on(_tensors(made), _tensors((*args, *kwargs.values())))
+        return made
+
     def _put_aside(self, given: Sequence[Any]) -> None:
         stack = _get_current_dispatch_mode_stack()
         likes = [number for number, mode in enumerate(stack) if type(mode) is type(self._mode)]
@@ -110,6 +134,38 @@ class Askers:
             self._prepare_within(made)
             self._through(made, given)
         _push(taken)
+
+
+class AskingForwards(TorchFunctionMode):
+    """Has operations that ask for modes run without that of ``askers``."""
+
+    def __init__(self, askers: Askers) -> None:
+        super().__init__()
+        self._askers = askers
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """One operation of a model's code."""
+        kwargs = kwargs or {}
+        if func in OF_VALUES or (func in PRODUCTS and _is_spread(*args, **kwargs)):
+            is_plain = not torch._C._are_functorch_transforms_active()
+            if is_plain and not any(isinstance(one, FakeTensor) for one in _tensors(args)):
+                return self._askers.without(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def _is_spread(one: Any, other: Any = None, **others: Any) -> bool:
+    """Whether one matrix is multiplied by all of a batch, and has a batch's form."""
+    other = others.get("other", other)
+    pair = [part for part in (one, other) if isinstance(part, Tensor) and part.dim() == 3]
+    return len(pair) == 2 and pair[0].shape[0] != pair[1].shape[0]
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    if isinstance(tree, Tensor):
+        return [tree]
+    return [part for part in tree if isinstance(part, Tensor)] if isinstance(tree, tuple) else []
 
 
 def _push(taken: list[TorchDispatchMode]) -> None:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shoal.core.units import Bytes
 from shoal.device.allocator import allocator_here
 from shoal.dispatched import run_operation
-from shoal.partition.askers import Askers
+from shoal.partition.askers import Askers, AskingForwards
 
 WITHIN = 6  # times the gradients that it makes: more than any in ``askers`` has beside them
 _FRESH = ("aten::lift_fresh", "aten::lift_fresh_copy")  # how torch.tensor(...) shows itself
@@ -48,8 +48,14 @@ class AllocationTracker(TorchDispatchMode):
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._resized = {s._cdata: (s, 0) for s in resized}
         self._askers = Askers(self, self._see_node)
+        self._asking = AskingForwards(self._askers)
+
+    def __enter__(self) -> Any:
+        self._asking.__enter__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self._asking.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         self._askers.restore()
         self._askers.prepare()
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Derivatives that torch computes otherwise under a mode: bits are those without one."""
+"""What torch computes otherwise under a mode: bits are those without one."""
 
 from __future__ import annotations
 
@@ -57,6 +57,38 @@ def test_a_gradient_that_is_counted_has_the_bits_of_one_that_is_not(name, twice)
     assert tracker.peak_bytes > left
 
 
+FORWARDS = {
+    "one matrix for all": lambda x: x[0] @ x[1, :1].mT,
+    "one for all others": lambda x: torch.matmul(x[1, :1].mT, other=x[0]),
+    "by a method": lambda x: x[1, :1].mT.matmul(x[0]),
+    "singular values": torch.linalg.svdvals,
+    "nuclear norm": lambda x: torch.linalg.matrix_norm(x, "nuc"),
+    "condition": torch.linalg.cond,
+    "eigenvalues": lambda x: torch.linalg.eigvalsh(x.mT @ x),
+}
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+@pytest.mark.parametrize("name", FORWARDS)
+def test_an_operation_that_is_counted_has_the_bits_of_one_that_is_not(name, is_trained):
+    torch.manual_seed(0)
+    x = torch.rand(8, 4, 3, 8)
+    plain = FORWARDS[name](x.clone().requires_grad_(is_trained))
+    begun = x.clone().requires_grad_(is_trained)
+    with AllocationTracker() as tracker:
+        counted = FORWARDS[name](begun)
+    assert same_bits(counted.detach(), plain.detach())
+    assert tracker.current_bytes >= counted.nbytes
+
+
+def test_the_mode_is_on_again_where_an_operation_fails():
+    with pytest.raises(RuntimeError), AllocationTracker():
+        torch.rand(1, 3, 3) @ torch.rand(2, 2, 3)
+    with AllocationTracker() as tracker:
+        kept = torch.rand(2, 3, 3) @ torch.rand(1, 3, 3)
+    assert tracker.current_bytes == kept.nbytes
+
+
 def test_the_mode_is_on_again_where_a_derivative_fails():
     def fails_on_its_way_back():
         x = torch.rand(3, requires_grad=True)
@@ -79,9 +111,11 @@ class Odds(nn.Module):
     def __init__(self):
         super().__init__()
         self.layer, self.filler = nn.Linear(6, 24), nn.Parameter(torch.tensor(0.3))
+        self.register_buffer("turn", torch.randn(1, 3, 3))
 
     def forward(self, x):
-        odds = self.layer(x).sigmoid().view(-1, 4, 6)
+        turned = x.view(-1, 2, 3) @ self.turn  # one matrix for all
+        odds = self.layer(turned.flatten(1)).sigmoid().view(-1, 4, 6)
         return odds.masked_fill(x[:, None] > 1, self.filler).prod(2)
 
 
