@@ -49,8 +49,8 @@ AT_LOADING = (
 )
 """How variables begin that libraries read once, when they are loaded."""
 ANY_TIME = (
-    *("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "MALLOC_TRIM_THRESHOLD_", "PYTHONPATH"),
-    "TORCHINDUCTOR_CACHE_DIR",
+    *("CUBLAS_WORKSPACE_CONFIG", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"),
+    *("MALLOC_TRIM_THRESHOLD_", "PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR"),
 )
 """Those of them that may differ: they are read later, or are of no account."""
 SENT_TO_ALL = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
