@@ -470,7 +470,7 @@ def test_what_was_tried_again_before_a_sampler_ran_out_stays(tmp_path, warm_work
         return searches.make(tmp_path, pruner=None, **options)
 
     with monkeypatch.context() as patch:  # as it was on record before points were counted
-        patch.setattr(wanted, "num_points", lambda sampler, space: None)
+        patch.setattr(wanted, "num_points", lambda sampler, space, points: None)
         first = studies.run(study(), warm_workers)
     assert len(first.trials) == 7
     assert states(studies.run(study(), warm_workers)) == ["FINISHED"] * 7

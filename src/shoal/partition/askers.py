@@ -9,7 +9,8 @@ and those above it, and on again when they are through.
 
 A few operations ask themselves: a product whose one batch has a single matrix, which is a product
 of matrices then, and what needs singular values or eigenvalues alone. ``AskingForwards`` sees them
-where they are called, before torch has taken them apart.
+where they are called, before torch has taken them apart; not where code has kept them by a name of
+its own (``from torch import matmul``).
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import Node
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _get_current_dispatch_mode_stack,
@@ -47,12 +47,12 @@ torch 2.13, of all that its own tests have samples of."""
 ASKERS = frozenset(f"aten::{name}" for name in NAMES)
 _OF_ASKER = re.compile(f"({'|'.join(n.title().replace('_', '') for n in NAMES)})Backward[0-9]+")
 
-_PRODUCTS = (torch.matmul, torch.linalg.matmul, Tensor.matmul)
-PRODUCTS = frozenset((*_PRODUCTS, Tensor.__matmul__, Tensor.__rmatmul__))
-_NORMS = (torch.linalg.matrix_norm, torch.linalg.norm, torch.norm, Tensor.norm)
-_VALUES = (torch.linalg.svdvals, torch.linalg.eigvalsh, torch.linalg.lstsq, torch.linalg.cond)
-OF_VALUES = frozenset((*_NORMS, *_VALUES, torch.linalg.matrix_rank))
-"""Operations that ask: the same samples have said so."""
+PLACES = (
+    *((Tensor, "matmul"), (Tensor, "__matmul__"), (torch, "matmul"), (torch.linalg, "matmul")),
+    *((torch.linalg, name) for name in ("svdvals", "eigvalsh", "lstsq", "cond", "matrix_rank")),
+    *((torch.linalg, name) for name in ("norm", "matrix_norm")),
+)
+"""Where code finds operations that ask themselves: the same samples have said so."""
 
 Through = Callable[[Sequence[Any], Sequence[Any]], None]
 
@@ -136,23 +136,41 @@ class Askers:
         _push(taken)
 
 
-class AskingForwards(TorchFunctionMode):
-    """Has operations that ask for modes run without that of ``askers``."""
+class AskingForwards:
+    """Inside, operations that ask for modes run without that of ``askers``, where code finds them.
+
+    A mode for torch's functions would see them too, and would be seen: modules of torch that have
+    a kernel for all that they do take it where there is none.
+    """
 
     def __init__(self, askers: Askers) -> None:
-        super().__init__()
         self._askers = askers
+        self._before: list[tuple[Any, str, Any]] = []
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """One operation of a model's code."""
-        kwargs = kwargs or {}
-        if func in OF_VALUES or (func in PRODUCTS and _is_spread(*args, **kwargs)):
-            is_plain = not torch._C._are_functorch_transforms_active()
-            if is_plain and not any(isinstance(one, FakeTensor) for one in _tensors(args)):
-                return self._askers.without(func, args, kwargs)
-        return func(*args, **kwargs)
+    def __enter__(self) -> None:
+        for owner, name in PLACES:
+            self._before.append((owner, name, vars(owner).get(name)))
+            setattr(owner, name, self._aside(getattr(owner, name)))
+
+    def __exit__(self, *raised: object) -> None:
+        for _ in PLACES:
+            owner, name, before = self._before.pop()
+            if before is None:  # it is inherited
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+
+    def _aside(self, operation: Callable[..., Any]) -> Callable[..., Any]:
+        is_product = operation.__name__ in ("matmul", "__matmul__")
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if is_product and not _is_spread(*args, **kwargs):
+                return operation(*args, **kwargs)
+            if any(isinstance(one, FakeTensor) for one in _tensors(args)):
+                return operation(*args, **kwargs)
+            return self._askers.without(operation, args, kwargs)
+
+        return run
 
 
 def _is_spread(one: Any, other: Any = None, **others: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -30,7 +31,8 @@ class AllocationTracker(TorchDispatchMode):
     ``device`` restricts the count to one kind, such as ``"cuda"``. More than ``limit`` bytes at a
     time are refused as a device refuses them, with ``torch.OutOfMemoryError``: what was made is
     gone with the error. ``resized`` existed before and counts all the same: who owns it gives and
-    takes its memory without an operator, as FSDP2 does with gathered parameters.
+    takes its memory without an operator, as FSDP2 does with gathered parameters. ``as_alone``: a
+    step that counts, of a trial that is no array's, has the bits of one that nobody looks at.
     """
 
     def __init__(
@@ -38,6 +40,8 @@ class AllocationTracker(TorchDispatchMode):
         device: str | None = None,
         limit: int | None = None,
         resized: Iterable[torch.UntypedStorage] = (),
+        *,
+        as_alone: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self.current_bytes = 0
@@ -48,14 +52,14 @@ class AllocationTracker(TorchDispatchMode):
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._resized = {s._cdata: (s, 0) for s in resized}
         self._askers = Askers(self, self._see_node)
-        self._asking = AskingForwards(self._askers)
+        self._asking = AskingForwards(self._askers) if as_alone else nullcontext()
 
     def __enter__(self) -> Any:
-        self._asking.__enter__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._asking.__enter__()
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        self._asking.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        self._asking.__exit__(kind, error, trace)
         self._askers.restore()
         self._askers.prepare()
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]

@@ -21,7 +21,8 @@ def counted(seat: Seat[Any], work: Callable[[], None], what: str) -> None:
     if not seat.counts:
         work()
         return
-    tracker, before = AllocationTracker(), seat.resident_bytes()
+    tracker = AllocationTracker(as_alone=seat.session.job.array is None)
+    before = seat.resident_bytes()
     with tracker:
         work()
     more = Bytes(tracker.peak_bytes)

@@ -497,7 +497,8 @@ class Seat(Generic[T]):
         before = self.resident_bytes()
         saves = Part.SAVED in action.parts
         # A backward frees what its forward saved while it goes on, so one tracker counts both.
-        tracker = self._saved.pop((action.shard, action.micro), None) or AllocationTracker()
+        tracker = self._saved.pop((action.shard, action.micro), None)
+        tracker = tracker or AllocationTracker(as_alone=self.session.job.array is None)
         tracker.restart_peak()
         start = tracker.current_bytes
         with tracker:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
+from shoal.partition.askers import PLACES
 from shoal.partition.track import AllocationTracker
 from shoal.testing import assert_same, plain_loop, same_bits
 
@@ -61,9 +62,9 @@ FORWARDS = {
     "one matrix for all": lambda x: x[0] @ x[1, :1].mT,
     "one for all others": lambda x: torch.matmul(x[1, :1].mT, other=x[0]),
     "by a method": lambda x: x[1, :1].mT.matmul(x[0]),
-    "singular values": torch.linalg.svdvals,
+    "singular values": lambda x: torch.linalg.svdvals(x.mT),
     "nuclear norm": lambda x: torch.linalg.matrix_norm(x, "nuc"),
-    "condition": torch.linalg.cond,
+    "condition": lambda x: torch.linalg.cond(x, None),
     "eigenvalues": lambda x: torch.linalg.eigvalsh(x.mT @ x),
 }
 
@@ -75,18 +76,30 @@ def test_an_operation_that_is_counted_has_the_bits_of_one_that_is_not(name, is_t
     x = torch.rand(8, 4, 3, 8)
     plain = FORWARDS[name](x.clone().requires_grad_(is_trained))
     begun = x.clone().requires_grad_(is_trained)
-    with AllocationTracker() as tracker:
+    with AllocationTracker(as_alone=True) as tracker:
         counted = FORWARDS[name](begun)
     assert same_bits(counted.detach(), plain.detach())
     assert tracker.current_bytes >= counted.nbytes
 
 
 def test_the_mode_is_on_again_where_an_operation_fails():
-    with pytest.raises(RuntimeError), AllocationTracker():
+    before = [vars(owner).get(name) for owner, name in PLACES]
+    with pytest.raises(RuntimeError), AllocationTracker(as_alone=True):
         torch.rand(1, 3, 3) @ torch.rand(2, 2, 3)
-    with AllocationTracker() as tracker:
+    with AllocationTracker(as_alone=True) as tracker:
         kept = torch.rand(2, 3, 3) @ torch.rand(1, 3, 3)
     assert tracker.current_bytes == kept.nbytes
+    assert [vars(owner).get(name) for owner, name in PLACES] == before
+
+
+def test_what_torch_has_a_kernel_for_in_evaluation_takes_it_where_it_is_counted():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    x = torch.rand(2, 3, 8)
+    with torch.no_grad():
+        plain = layer(x)
+        with AllocationTracker(as_alone=True):
+            counted = layer(x)
+    assert same_bits(counted, plain)
 
 
 def test_the_mode_is_on_again_where_a_derivative_fails():

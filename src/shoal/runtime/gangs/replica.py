@@ -217,7 +217,7 @@ class Replica:
 
     def count(self) -> None:
         """Count allocations from now on, until ``counted_peak`` is asked for."""
-        self._tracker = AllocationTracker(resized=self._engine.gathered)
+        self._tracker = AllocationTracker(resized=self._engine.gathered, as_alone=True)
 
     def counted(self) -> AbstractContextManager[object]:
         """Counts what is allocated inside, while that is on."""

@@ -293,7 +293,7 @@ class Stage:
 
     def count(self) -> None:
         """Count allocations from now on, until ``counted_peak`` is asked for."""
-        self._tracker, self._steps_counted = AllocationTracker(), 0
+        self._tracker, self._steps_counted = AllocationTracker(as_alone=True), 0
 
     def counted(self) -> AbstractContextManager[object]:
         """Counts what is allocated inside, while that is on."""
