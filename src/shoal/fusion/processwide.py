@@ -17,7 +17,7 @@ from torch import _tensor_str
 from shoal.core.codes import called_for_effect, names_in, set_by
 from shoal.kernelchoice import OTHERS, KernelChoice
 from shoal.libraries import is_library
-from shoal.pystate.ambient import is_users, module_of
+from shoal.pystate.ambient import found_along, is_users, module_of
 
 _CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)
 _CONSTANT = (bool, int, float, str, bytes, type(None))
@@ -80,10 +80,7 @@ def set_in_libraries(functions: Iterable[types.FunctionType]) -> dict[str, Any]:
 
 
 def _found(function: types.FunctionType, path: tuple[str, ...]) -> Any:
-    found = function.__globals__.get(path[0])
-    for name in path[1:]:
-        found = getattr(found, name, None)
-    return found
+    return found_along(function.__globals__.get(path[0]), path[1:])
 
 
 def found_in_libraries(

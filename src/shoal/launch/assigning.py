@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import CodeType
 from typing import Any, NamedTuple
 
+from shoal.pystate.ambient import found_along
+
 Path = tuple[str, ...]
 """``torch.nn.functional`` by its names. The first may be a module's full name, behind ``=``."""
 
@@ -135,10 +137,7 @@ def found_first(held: Mapping[str, Any], path: Path) -> Any:
 
 def found_at(held: Mapping[str, Any], path: Path) -> Any:
     """What there is at a path, None where there is nothing."""
-    found = found_first(held, path)
-    for name in path[1:]:
-        found = getattr(found, name, None)
-    return found
+    return found_along(found_first(held, path), path[1:])
 
 
 def _at(path: Path, names: Iterable[str]) -> Iterator[Assigned]:

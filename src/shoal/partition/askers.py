@@ -15,6 +15,7 @@ its own (``from torch import matmul``).
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -107,10 +108,11 @@ class Askers:
         """The mode is on again, though a node did not come to its end."""
         aside, self._aside = self._aside, []
         for taken in reversed(aside):
-            if not self._is_on():  # torch has put it on by itself where a node raised
+            if not self.is_on():  # torch has put it on by itself where a node raised
                 _push(taken)
 
-    def _is_on(self) -> bool:
+    def is_on(self) -> bool:
+        """Whether the mode is, in this thread."""
         return any(mode is self._mode for mode in _get_current_dispatch_mode_stack())
 
     def without(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -163,21 +165,22 @@ class AskingForwards:
     def _aside(self, operation: Callable[..., Any]) -> Callable[..., Any]:
         is_product = operation.__name__ in ("matmul", "__matmul__")
 
+        @functools.wraps(operation)
         def run(*args: Any, **kwargs: Any) -> Any:
-            if is_product and not _is_spread(*args, **kwargs):
-                return operation(*args, **kwargs)
-            if any(isinstance(one, FakeTensor) for one in _tensors(args)):
+            every = _tensors((*args, *kwargs.values()))
+            is_asked = self._askers.is_on() and not torch._C._are_functorch_transforms_active()
+            is_asked = is_asked and not any(isinstance(one, FakeTensor) for one in every)
+            if not is_asked or (is_product and not _is_spread(every)):
                 return operation(*args, **kwargs)
             return self._askers.without(operation, args, kwargs)
 
         return run
 
 
-def _is_spread(one: Any, other: Any = None, **others: Any) -> bool:
+def _is_spread(factors: Sequence[Tensor]) -> bool:
     """Whether one matrix is multiplied by all of a batch, and has a batch's form."""
-    other = others.get("other", other)
-    pair = [part for part in (one, other) if isinstance(part, Tensor) and part.dim() == 3]
-    return len(pair) == 2 and pair[0].shape[0] != pair[1].shape[0]
+    sizes = [factor.shape[0] for factor in factors[:2] if factor.dim() == 3]
+    return len(sizes) == 2 and sizes[0] != sizes[1]
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import nullcontext
 
 import pytest
@@ -80,6 +81,23 @@ def test_an_operation_that_is_counted_has_the_bits_of_one_that_is_not(name, is_t
         counted = FORWARDS[name](begun)
     assert same_bits(counted.detach(), plain.detach())
     assert tracker.current_bytes >= counted.nbytes
+
+
+def test_who_calls_them_otherwise_computes_what_he_computes_alone():
+    """By names of arguments, within a transform of functions, and in another thread."""
+    x, y = torch.rand(4, 3, 3), torch.rand(1, 3, 3)
+    found = []
+    with AllocationTracker(as_alone=True):
+        product = torch.matmul(input=x, other=y)
+        norms = torch.func.vmap(torch.linalg.norm)(x)
+        products = torch.func.vmap(lambda one: one.expand(2, 3, 3) @ y)(x)
+        other = threading.Thread(target=lambda: found.append(torch.linalg.norm(x)))
+        other.start()
+        other.join()
+    assert same_bits(product, x @ y)
+    assert same_bits(norms, torch.func.vmap(lambda one: torch.linalg.norm(one))(x))
+    assert products.shape == (4, 2, 3, 3)
+    assert same_bits(found[0], torch.linalg.norm(x))
 
 
 def test_the_mode_is_on_again_where_an_operation_fails():

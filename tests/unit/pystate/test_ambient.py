@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import types
 
 import pytest
@@ -13,7 +14,7 @@ import shoal
 from shoal.core.errors import TrialError
 from shoal.core.spec import TrialSpec
 from shoal.pystate import Ambient
-from shoal.pystate.ambient import Hollow, tried, watch
+from shoal.pystate.ambient import Hollow, found_along, module_of, tried, watch
 from shoal.runtime.measuring.describe import describe
 from shoal.runtime.messages import Describe
 
@@ -332,3 +333,25 @@ def test_namespaces_and_what_a_schedules_function_asks_are_each_trials_own():
         ambient.put(kept)
         assert (SPACE.rate, PACE) == (rate, [rate])
     ambient.begin()
+
+
+def test_what_code_names_is_looked_up_and_nobodys_code_runs():
+    """As of a client that is no good before it has been opened."""
+
+    class Client:
+        @property
+        def config(self):
+            raise RuntimeError
+
+        def __getattr__(self, name):
+            raise RuntimeError
+
+        def close(self): ...
+
+    package = types.SimpleNamespace(client=Client())
+    assert module_of(found_along(package, ["client", "close"])).__name__ == __name__
+    for path in (["client", "config", "update"], ["client", "nothing"], ["nothing", "close"]):
+        assert module_of(found_along(package, path)) is None
+    assert module_of(package.client) is None
+    assert module_of(functools.partial(len)) is functools
+    assert module_of(len).__name__ == "builtins"
