@@ -29,7 +29,8 @@ def found_by_name(function: FunctionType) -> dict[str, Any]:
     Functions and classes, numbers and strings; modules where an ``eval`` or ``exec`` may spell
     them. Nothing where code has no such call.
     """
-    asked = _asked_for(function.__code__) & {"globals", "eval", "exec"}
+    own = function.__globals__.keys()  # an ``eval`` of its own is none
+    asked = (_asked_for(function.__code__) & {"globals", "eval", "exec"}) - own
     if not asked:
         return {}
     kinds = (FunctionType, type, *_PLAIN, *([ModuleType] if asked != {"globals"} else []))

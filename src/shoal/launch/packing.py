@@ -251,10 +251,12 @@ class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]  # it has no typ
         self,
         file: io.BytesIO,
         state: ModuleState | None = None,
-        going: dict[int, bool] | None = None,
+        *,
+        is_trial: bool = False,
     ) -> None:
         super().__init__(file)
-        self._going = {} if going is None else going
+        self._going: dict[tuple[tuple[str, int], ...], dict[str, Any]] = {}
+        self._is_trial = is_trial
         self._numbers: Mapping[int, int] = state.numbers if state else {}
         self._homes: Sequence[str] = state.homes if state else ()
         self._cells: dict[int, tuple[CellType, _EmptyCell]] = {}
@@ -285,20 +287,19 @@ class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]  # it has no typ
         """By value, with globals that it names and those of which it may make the names."""
         reduced: tuple[Any, ...] = self._dynamic_function_reduce(function)
         _, parts = reduced[2]
-        known = {name: one for name, one in found_by_name(function).items() if self._goes(one)}
+        known = self._those_that_go(found_by_name(function))
         parts["__globals__"] = known | parts["__globals__"]
         return reduced
 
-    def _goes(self, value: Any) -> bool:
-        """Whether it can be sent, of what code may not ask for at all."""
-        if id(value) not in self._going:
-            self._going[id(value)] = True  # also where it leads back to itself
-            tried = _Pickler(io.BytesIO(), going=self._going)
-            with suppress(Exception):  # whatever its own code raises
-                tried.dump(value)
-                return True
-            self._going[id(value)] = False
-        return self._going[id(value)]
+    def _those_that_go(self, found: dict[str, Any]) -> dict[str, Any]:
+        """What can be sent, of what code may not ask for at all; one look at all of it may do."""
+        if self._is_trial:
+            return {}
+        key = tuple((name, id(one)) for name, one in found.items())
+        if key not in self._going:
+            some = found if _goes(found) else {k: v for k, v in found.items() if _goes(v)}
+            self._going[key] = some
+        return self._going[key]
 
     def _function_getnewargs(self, function: FunctionType) -> tuple[Any, ...]:
         """Cells that functions share are shared afterwards too; what is in them comes later."""
@@ -314,6 +315,15 @@ class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]  # it has no typ
         else:
             code = value if isinstance(value, FunctionType | type) else type(value)
             self.modules.add(str(code.__module__))
+
+
+def _goes(value: Any) -> bool:
+    """Whether it can be sent, but for what its code may come to by names that it makes."""
+    try:
+        _Pickler(io.BytesIO(), is_trial=True).dump(value)
+    except Exception:  # whatever its own code raises
+        return False
+    return True
 
 
 def _where_defined(operator: CustomOpDef) -> tuple[Any, ...]:

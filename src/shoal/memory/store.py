@@ -267,13 +267,19 @@ def keep(name: str, place: torch.Tensor, buffer: torch.Tensor | None) -> None:
         TrialError: it has grown, or shrunk, since the trial was measured.
     """
     if buffer is None or place.shape != buffer.shape:
-        is_now = "is not there" if buffer is None else f"is {list(buffer.shape)}"
+        is_now, leaf = "is not there", name.rpartition(".")[2]
+        advice = "Register it where the model is built, as large as it will be."
+        if buffer is not None:
+            is_now = f"is {list(buffer.shape)}"
+            advice = (
+                "Have it as large as it will be where the model is built: run a forward there, or "
+                "register it so. One whose size follows the batch's is to be a plain attribute: "
+                f"module.{leaf} = module._buffers.pop({leaf!r}) for each such module."
+            )
         raise TrialError(
-            f"the buffer {name!r} {is_now}, and was {list(place.shape)} when the "
-            "trial was measured: a forward registers another one, or resizes it, as torch's "
-            "observers of channels do. Have it as large as it will be where the model is built: "
-            "run a forward there, or register it so. One whose size follows the batch's is to be "
-            "a plain attribute: module.mem = module._buffers.pop('mem') for each such module."
+            f"the buffer {name!r} {is_now}, and was {list(place.shape)} when the trial was "
+            "measured: a forward registers another one, or resizes it, as torch's observers of "
+            f"channels do. {advice}"
         )
     place.copy_(buffer)
 

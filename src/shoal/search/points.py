@@ -143,7 +143,7 @@ def _checked(space: Mapping[str, Distribution], where: str, given: Any) -> Point
     for name in point:
         if name not in found:
             raise SpecError(_no_place(space, where, point, name))
-    return {name: found[name] for name in point}
+    return found
 
 
 def _values(space: Mapping[str, Distribution], where: str, point: Mapping[str, Any]) -> Point:

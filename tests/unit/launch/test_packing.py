@@ -76,12 +76,14 @@ def wide(hp): return globals()[hp["model"]](), "held" in globals(), "nn" in glob
 def spelled(hp): return eval(hp["model"]), eval("WIDTH")
 def named(hp): return Net.eval(Net()), "WIDTH" in {**vars(hp)}
 """
-    exec(text, file)
+    many = "".join(f"class M{i}:\n    def made(self): return eval('M{i}')\n" for i in range(60))
+    exec(text + many, file)
     packed = {name: packing._dumps(file[name]) for name in ("wide", "spelled", "named")}
     there = {name: cloudpickle.loads(one) for name, one in packed.items()}
     made, *others = there["wide"]({"model": "Net"})
     assert (type(made).__name__, made.in_features, others) == ("Net", 3, [False, True])
     assert there["spelled"]({"model": "nn.Tanh()"})[1] == 3
+    assert {f"M{i}" for i in range(60)} <= there["wide"].__globals__.keys()
     assert "spelled" not in there["named"].__globals__
 
 

@@ -178,6 +178,8 @@ def test_what_code_may_come_to_by_a_name_that_it_makes_is_followed(describe: Des
     for call in ("globals()[hp['model']]()", "eval(hp['model'])()"):
         assert {*describe(text.replace("CALL", call) + recipe).sources} >= {"one", "other"}
     assert list(describe(text.replace("CALL", "hp.eval()") + recipe).sources) == ["build"]
+    own = "def eval(name): return len\n\n" + text.replace("CALL", "eval('x')(hp)") + recipe
+    assert {*describe(own).sources} == {"build", "eval"}
 
 
 def test_base_classes_decorators_and_defaults_are_followed(describe: Describe) -> None:
