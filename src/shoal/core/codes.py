@@ -72,6 +72,24 @@ def _begins(step: dis.Instruction, called: dis.Instruction) -> bool:
     return (here.lineno, here.col_offset) == (there.lineno, there.col_offset)
 
 
+_SETTING = ("STORE_ATTR", "STORE_SUBSCR", "DELETE_ATTR", "DELETE_SUBSCR")
+_SETTERS = frozenset(("setattr", "delattr", "vars", "__dict__", "update", "setdefault", "pop"))
+
+
+def modules_it_may_set(code: CodeType) -> Iterator[str]:
+    """Names of globals and modules that code has to do with, where it sets anything at all.
+
+    ``import lib; lib.rate += 1``, ``setattr(lib, name, 1)``, ``vars(lib).update(rate=1)``.
+    """
+    for one in codes_in(code):
+        steps = list(dis.get_instructions(one))
+        if _SETTERS.isdisjoint(one.co_names) and not any(s.opname in _SETTING for s in steps):
+            continue
+        for step in steps:
+            if step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "IMPORT_NAME"):
+                yield str(step.argval)
+
+
 def set_by(code: CodeType) -> Iterator[tuple[str, ...]]:
     """By names what code assigns in what it has not made: ``F.gelu = f``, ``lib.TABLE[key] = f``.
 

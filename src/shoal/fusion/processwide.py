@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from torch import _tensor_str
 
-from shoal.core.codes import called_for_effect, names_in, set_by
+from shoal.core.codes import called_for_effect, modules_it_may_set, names_in, set_by
 from shoal.kernelchoice import OTHERS, KernelChoice
 from shoal.libraries import is_library
 from shoal.pystate.ambient import found_along, is_users, module_of
@@ -51,16 +51,20 @@ def _working_directory() -> str:
 
 
 def changed_by(functions: Iterable[types.FunctionType]) -> list[types.ModuleType]:
-    """Modules of installed packages whose functions these call for what they do there.
+    """Modules of installed packages that these may change.
 
-    ``gin.parse_config(...)``, ``package.configure(...)``: nobody needs what they return.
+    They call functions of theirs for what these do there (``gin.parse_config(...)``: nobody needs
+    what it returns), or name them and set something (``setattr(package, "rate", 3)``).
     """
     found = dict[str, types.ModuleType]()
     for function in functions:
-        for path in called_for_effect(function.__code__):
-            home = module_of(_found(function, path))
-            if home is not None and not is_library(home) and not is_users(home):
-                found[home.__name__] = home
+        code, known = function.__code__, function.__globals__
+        homes = [module_of(_found(function, path)) for path in called_for_effect(code)]
+        named = [known.get(name, sys.modules.get(name)) for name in modules_it_may_set(code)]
+        for home in (*homes, *named):
+            if not isinstance(home, types.ModuleType) or is_library(home) or is_users(home):
+                continue
+            found[home.__name__] = home
     return [one for name, one in found.items() if name.partition(".")[0] != "shoal"]
 
 

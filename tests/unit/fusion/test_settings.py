@@ -225,7 +225,7 @@ def package(monkeypatch):
     made.__file__ = "/x/site-packages/package.py"
     monkeypatch.setitem(sys.modules, "package", made)
     exec(
-        "CONFIG, TABLE = {}, {}\ndef configure(scale): CONFIG['scale'] = scale\n"
+        "rate, CONFIG, TABLE = 0.0, {}, {}\ndef configure(scale): CONFIG['scale'] = scale\n"
         "class Kind:\n    gain = 1.0",
         vars(made),
     )
@@ -242,9 +242,31 @@ def sets(hp):
     torch.nn.CELU.forward = nn.CELU.forward
 
 
+def sets_by_words(hp):
+    setattr(package, "".join(["ra", "te"]), 2.0)
+
+
+def sets_what_it_imports(hp):
+    import package as own
+
+    own.rate = 2.0
+
+
+def adds(hp):
+    package.rate += 0.0
+
+
+def updates(hp):
+    vars(package).update(rate=2.0)
+
+
+SETS = (sets_by_words, sets_what_it_imports, adds, updates)
+
+
 @pytest.mark.parametrize(
     ("model", "change", "place"),
     [
+        *((one, lambda it: setattr(it, "rate", 3.0), "what package holds") for one in SETS),
         (calls, lambda one: one.configure(3.0), "what package holds"),
         (sets, lambda one: setattr(one.Kind, "gain", 3.0), "package.Kind.gain"),
         (sets, lambda one: one.TABLE.update(x=4.0), "package.TABLE.x"),
@@ -257,8 +279,10 @@ def test_what_the_making_of_trials_sets_in_installed_packages_is_told(
     before = made_by(model)
     change(package)
     after = made_by(model)
-    assert [name for name in before if before[name] != after[name]] == [place]
-    assert "torch.nn.CELU.forward" in before or model is calls
+    changed = {name for name in before if before[name] != after[name]}
+    assert place in changed
+    assert changed <= {place, "what package holds", "package.rate"}
+    assert "torch.nn.CELU.forward" in before or model is not sets
 
 
 @pytest.mark.parametrize(

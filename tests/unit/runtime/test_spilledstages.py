@@ -57,7 +57,7 @@ def full_seat() -> SimpleNamespace:
         raise CapacityError("no room")
 
     return SimpleNamespace(
-        session=SimpleNamespace(job=SimpleNamespace(held_bytes=1000)),
+        session=SimpleNamespace(job=SimpleNamespace(held_bytes=1000, array=None)),
         **{"counts": True, "track": True, "trial": 3, "peak_bytes": 0, "unit_bytes": 1000},
         resident_bytes=lambda: 1000,
         reserve_units=refuse,

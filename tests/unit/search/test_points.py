@@ -305,3 +305,9 @@ def test_a_population_begins_with_points():
     wanted = ask(GRID, pruner=shoal.PBT(), points=[{"width": 64, "lr": 0.1}] * 2, trials=None)
     assert wanted.words()["population"] == "7"
     assert replace(wanted, points=()).words()["population"] == "6"
+
+
+def test_a_point_is_the_same_in_whatever_order_its_names_are():
+    """A study goes on with it, whoever has written it again."""
+    turned = dict(reversed(WHOLE.items()))
+    assert list(ask(points=[turned]).points[0]) == list(WHOLE)
