@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dis
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -23,6 +23,16 @@ def names_in(code: CodeType) -> Iterator[str]:
         yield from one.co_names
 
 
+_LOADS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
+
+
+def loaded_by(code: CodeType) -> Iterator[str]:
+    """Globals and builtins that code reads, and code within, by name."""
+    for one in codes_in(code):
+        loads = (step for step in dis.get_instructions(one) if step.opname in _LOADS)
+        yield from (str(step.argval) for step in loads)
+
+
 def found_by_name(function: FunctionType) -> dict[str, Any]:
     """Globals of which code may make the names as it runs: ``globals()[hp["model"]]``.
 
@@ -30,7 +40,7 @@ def found_by_name(function: FunctionType) -> dict[str, Any]:
     them. Nothing where code has no such call.
     """
     own = function.__globals__.keys()  # an ``eval`` of its own is none
-    asked = (_asked_for(function.__code__) & {"globals", "eval", "exec"}) - own
+    asked = ({"globals", "eval", "exec"} & set(loaded_by(function.__code__))) - own
     if not asked:
         return {}
     kinds = (FunctionType, type, *_PLAIN, *([ModuleType] if asked != {"globals"} else []))
@@ -41,12 +51,6 @@ def found_by_name(function: FunctionType) -> dict[str, Any]:
 _PLAIN = (int, float, complex, str, type(None))
 
 
-def _asked_for(code: CodeType) -> set[str]:
-    """Globals and builtins that code within reads."""
-    every = (step for one in codes_in(code) for step in dis.get_instructions(one))
-    return {step.argval for step in every if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-
-
 def called_for_effect(code: CodeType) -> Iterator[tuple[str, ...]]:
     """By names the functions that code calls and drops what they return: ``gin.parse(...)``."""
     for one in codes_in(code):
@@ -54,14 +58,14 @@ def called_for_effect(code: CodeType) -> Iterator[tuple[str, ...]]:
         for called, after in pairwise(steps):
             if not (called.opname.startswith("CALL") and after.opname == "POP_TOP"):
                 continue
-            first = next((s for s in steps if _begins(s, called)), None)
-            path = [] if first is None else [str(first.argval)]
-            for step in steps[steps.index(first) + 1 :] if first is not None else ():
-                if step.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
-                    break
-                path.append(str(step.argval))
-            if path:
-                yield tuple(path)
+            first = next((at for at, step in enumerate(steps) if _begins(step, called)), None)
+            if first is None:
+                continue
+            attributes = takewhile(lambda step: step.opname in _ATTRIBUTES, steps[first + 1 :])
+            yield tuple(str(step.argval) for step in (steps[first], *attributes))
+
+
+_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 
 
 def _begins(step: dis.Instruction, called: dis.Instruction) -> bool:
@@ -86,7 +90,7 @@ def modules_it_may_set(code: CodeType) -> Iterator[str]:
         if _SETTERS.isdisjoint(one.co_names) and not any(s.opname in _SETTING for s in steps):
             continue
         for step in steps:
-            if step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "IMPORT_NAME"):
+            if step.opname in _LOADS or step.opname == "IMPORT_NAME":
                 yield str(step.argval)
 
 

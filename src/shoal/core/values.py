@@ -53,7 +53,7 @@ def optional_flag(what: str, value: Any) -> bool | None:
 
 def is_number(value: Any) -> bool:
     """Whether ``value``, a plain one, is a number that can be compared: no boolean, no NaN."""
-    return type(value) in (int, float) and not math.isnan(value)
+    return type(value) is int or (type(value) is float and not math.isnan(value))
 
 
 def one_of(what: str, value: Any, words: Iterable[str]) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ast
 import copy
-import dis
 import hashlib
 import linecache
 import sys
@@ -19,13 +18,12 @@ from collections.abc import Iterable, Iterator
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
-from shoal.core.codes import codes_in
+from shoal.core.codes import loaded_by
 from shoal.resume.home import file_of
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _NAMED = (*_FUNCTIONS, ast.ClassDef)
-_LOADS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
 
 
 class Definitions:
@@ -184,7 +182,7 @@ def _stable(constant: object) -> str:
 
 def names_of(node: ast.AST) -> list[str]:
     """The global names a definition reads, with the attributes it takes of them: ``a.b``."""
-    loaded = set(_loaded(_compile(node)))
+    loaded = set(loaded_by(_compile(node)))
     names = set(loaded)
     for inner in ast.walk(node):
         dotted = _dotted(inner) if isinstance(inner, ast.Attribute) else ""
@@ -195,7 +193,7 @@ def names_of(node: ast.AST) -> list[str]:
 
 def names_of_code(code: CodeType) -> list[str]:
     """The global names that a function without source reads."""
-    return sorted(set(_loaded(code)))
+    return sorted(set(loaded_by(code)))
 
 
 def _compile(node: ast.AST) -> CodeType:
@@ -216,12 +214,6 @@ class _Unbound(ast.NodeTransformer):
 
     def visit_Nonlocal(self, node: ast.Nonlocal) -> ast.Pass:
         return ast.copy_location(ast.Pass(), node)
-
-
-def _loaded(code: CodeType) -> Iterator[str]:
-    for one in codes_in(code):
-        loads = (op for op in dis.get_instructions(one) if op.opname in _LOADS)
-        yield from (str(op.argval) for op in loads)
 
 
 def _dotted(node: ast.expr) -> str:

@@ -307,6 +307,12 @@ def test_a_population_begins_with_points():
     assert replace(wanted, points=()).words()["population"] == "6"
 
 
+@pytest.mark.parametrize("name", ["lr", "drop", "depth"])
+def test_a_number_that_no_float_can_hold_is_none_of_the_space(name):
+    with pytest.raises(SpecError, match=rf"points\[0\]\['{name}'\] is 1000.* not in the space"):
+        ask(points=[{name: 10**400}])
+
+
 def test_a_point_is_the_same_in_whatever_order_its_names_are():
     """A study goes on with it, whoever has written it again."""
     turned = dict(reversed(WHOLE.items()))
