@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     import pandas as pd
     from torch import Tensor, nn
 
+    from shoal.verify import Verification
+
 
 _ORDER = {
     "FINISHED": 0,
@@ -365,6 +367,28 @@ class Report:
         since.
         """
         return replace(self, trials=[one.at_best(self.metric, self.mode) for one in self.trials])
+
+    def verify(self, trials: int | Sequence[int] | None = None) -> Verification:
+        """Train finished trials again in this process, each alone, and compare every bit.
+
+        What ``shoal verify`` does, and all there is for a study of a notebook. ``print`` what it
+        returns; ``bool`` says whether all is equal. Globals, random streams and threads of this
+        process are as before then.
+
+        Args:
+            trials: How many (the best one, one that was interrupted, others at random; default 2),
+                or the numbers of those.
+
+        Raises:
+            SpecError: there is no such trial, none could be compared, or no file says what the
+                study's recipe is: ``shoal.open(path, recipe=...)``.
+        """
+        from shoal.verify import verify_report  # an arrow up: it reads reports
+
+        recipe = next((one._recipe for one in self.trials), None)
+        return verify_report(
+            self.directory, trials, recipe if isinstance(recipe, Recipe) else None
+        )
 
     def count(self, state: TrialState | str) -> int:
         """How many trials are in ``state``."""

@@ -384,8 +384,9 @@ def open(path: str | os.PathLike[str], recipe: Recipe | None = None) -> Report:
 def _script_source(study: Study) -> str:
     """FILE.py:attribute of a study that the script being run defines, else nothing."""
     main = sys.modules.get("__main__")
-    file = getattr(main, "__file__", None)
-    names = [name for name, value in vars(main).items() if value is study] if file else []
+    file = getattr(main, "__file__", None)  # of standard input one that is none
+    there = file is not None and Path(str(file)).is_file()
+    names = [name for name, value in vars(main).items() if value is study] if there else []
     return f"{Path(str(file)).resolve()}:{names[0]}" if names else ""
 
 

@@ -23,8 +23,7 @@ from shoal.runtime.saving import checkpoint
 from shoal.runtime.saving.tensorfile import row
 from shoal.testing import assert_same, plain_loop
 from shoal.ui.show import describe_trial
-from shoal.ui.verify import describe_verdict
-from shoal.verify import verify_trials
+from shoal.verify import describe_verdict, verify_trials
 
 EPOCHS = 8
 

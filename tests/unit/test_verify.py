@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import shoal
 import shoal.verify.compare
 from shoal import verify
 from shoal.core.errors import SpecError, StorageError
@@ -35,6 +36,7 @@ from shoal.recipe import Recipe
 from shoal.testing import PlainResult, plain_loop
 from shoal.ui.failures import ExitCode
 from shoal.ui.verify import verify_study
+from shoal.verify.choose import named_trials
 from shoal.verify.mainblock import main_note
 
 STEPS = 5
@@ -49,6 +51,14 @@ def _data(hp: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
 
 def _loss(output: Tensor, batch: Any) -> Tensor:
     return nn.functional.cross_entropy(output, batch[1])
+
+
+COUNTS = {"calls": 0}
+
+
+def _counted(output: Tensor, batch: Any) -> Tensor:
+    COUNTS["calls"] += 1
+    return _loss(output, batch)
 
 
 RECIPE = Recipe(
@@ -177,7 +187,7 @@ class _Study:
 
     def verdicts(self, *numbers: int, recipe: Recipe = RECIPE) -> list[verify.TrialVerdict]:
         snapshot = Snapshot.of(read_events(self.place))
-        rows = verify.named_trials(snapshot, numbers)
+        rows = named_trials(snapshot, numbers)
         return list(verify.verify_trials(self.place, rows, recipe=recipe))
 
 
@@ -535,7 +545,7 @@ def test_a_trial_that_is_not_there_is_refused(study: _Study) -> None:
 def test_a_study_made_interactively_says_how_to_verify_it(study: _Study) -> None:
     rows = verify.choose_trials(Snapshot.of(read_events(study.place)), 1)
 
-    with pytest.raises(SpecError, match=r"made interactively.*--file.*shoal\.testing\.plain_loop"):
+    with pytest.raises(SpecError, match=r"made interactively.*--file.*report\(\)\.verify\(\)"):
         next(verify.verify_trials(study.place, rows))
 
 
@@ -545,6 +555,43 @@ def test_a_file_that_moved_is_asked_for(empty: _Study, tmp_path: Path) -> None:
 
     with pytest.raises(SpecError, match=r"s was defined in .*old\.py, .* not there any more.*--f"):
         next(verify.verify_trials(empty.place, rows))
+
+
+# ---------------------------------------------------------------- in Python
+
+
+def test_a_report_verifies_its_trials(study: _Study) -> None:
+    report = shoal.open(study.place, recipe=RECIPE)
+
+    two, one = report.verify(), report.verify([2])
+    study.append(_step(2, 3, loss=0.125))
+    different = report.verify([2])
+
+    assert len(two.verdicts) == 2
+    assert two
+    assert "the same bits as training alone" in str(one)
+    assert str(one).startswith("EQUAL      trial 2")
+    assert not different
+    assert "1 of 1 trial differs" in str(different)
+
+
+def test_a_verification_leaves_the_process_as_it_was(
+    study: _Study, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(COUNTS, "calls", 5)
+    state = torch.get_rng_state()
+
+    assert shoal.open(study.place, recipe=replace(RECIPE, loss=_counted)).verify(1)
+
+    assert COUNTS == {"calls": 5}
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_report_without_a_recipe_says_what_to_give(study: _Study) -> None:
+    with pytest.raises(SpecError, match="made interactively"):
+        shoal.open(study.place).verify()
+    with pytest.raises(SpecError, match="at least one trial, got 0"):
+        shoal.open(study.place, recipe=RECIPE).verify(0)
 
 
 # ---------------------------------------------------------------- the verb
@@ -635,7 +682,7 @@ def test_nothing_to_compare_is_bad_usage(recorded: _Study) -> None:
 
 
 def test_no_number_of_trials_is_bad_usage(recorded: _Study) -> None:
-    with pytest.raises(SpecError, match=r"verify at least one trial, got --trials 0"):
+    with pytest.raises(SpecError, match=r"verify at least one trial, got 0"):
         verify_study(str(recorded.place), recorded.place, count=0)
 
 

@@ -86,6 +86,15 @@ class HyperParameters(Mapping[str, Scalar]):
         )
 
 
+def varying_names(settings: Iterable[Mapping[str, Scalar]]) -> list[str]:
+    """The hyperparameters that tell trials apart, in the space's order; all of one trial's."""
+    rows = list(settings)
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    if len(rows) < 2:
+        return names
+    return [name for name in names if len({repr(row.get(name)) for row in rows}) > 1]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialSpec:
     """One training run: a number, its hyperparameters and its seed.

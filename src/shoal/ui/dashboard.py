@@ -24,6 +24,7 @@ from shoal.core.event import (
     StudyFinished,
     WorkerStalled,
 )
+from shoal.core.spec import varying_names
 from shoal.core.units import counted, format_bytes, format_seconds, format_value
 from shoal.observe.rows import DeviceRow, TrialRow, TrialState
 from shoal.observe.snapshot import Folder, Snapshot
@@ -43,7 +44,6 @@ from shoal.ui.text import (
     how,
     short_titles,
     shorten,
-    varying_names,
 )
 
 REFRESH_S = 0.25

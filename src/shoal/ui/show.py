@@ -15,6 +15,7 @@ from typing import Any
 from shoal.core.aim import Aim, metric_rank
 from shoal.core.errors import SpecError, StorageError
 from shoal.core.seats import ALONE, epochs_of
+from shoal.core.spec import varying_names
 from shoal.core.studyfiles import DATABASE, PLAN, trial_directory
 from shoal.core.units import counted, format_bytes, format_seconds, format_value
 from shoal.core.whys import unfused_counts
@@ -45,7 +46,6 @@ from shoal.ui.text import (
     plain_reason,
     shorten,
     terminal_width,
-    varying_names,
     without_columns,
     wrap,
 )

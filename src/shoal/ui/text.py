@@ -53,15 +53,6 @@ def how(row: TrialRow) -> str:
     return f"{technique} {row.shards}" if row.shards > 1 else technique
 
 
-def varying_names(settings: Iterable[Mapping[str, Scalar]]) -> list[str]:
-    """The hyperparameters that tell trials apart, in the space's order; all of one trial's."""
-    rows = list(settings)
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    if len(rows) < 2:
-        return names
-    return [name for name in names if len({repr(row.get(name)) for row in rows}) > 1]
-
-
 def align(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: str = "") -> str:
     """Rows under a header, columns two spaces apart.
 

@@ -14,6 +14,7 @@ from shoal.observe.rows import TrialRow, TrialState
 from shoal.observe.snapshot import Snapshot
 from shoal.resume.since import two_recipes
 
+TRIALS = 2  # that are verified when nobody says how many
 ENDED_EARLY = TrialState.PRUNED, TrialState.STOPPED
 
 
@@ -60,6 +61,28 @@ def choose_trials(
     others = [row for row in others if row not in chosen]
     chosen += draw.sample(others, min(count - len(chosen), len(others)))
     return [*chosen, *draw.sample(early, min(count - len(chosen), len(early)))]
+
+
+def rows_to_verify(
+    place: Path, snapshot: Snapshot, count: int | None, numbers: Sequence[int]
+) -> list[TrialRow]:
+    """The trials of these ``numbers``, and ``count`` more that are chosen; by default TRIALS.
+
+    Raises:
+        SpecError: there is no such trial, or none to choose.
+    """
+    named = named_trials(snapshot, numbers)
+    if count is None:
+        count = 0 if named else TRIALS
+    elif count < 1:
+        raise SpecError(f"verify at least one trial, got {count}.")
+    if not count:
+        return named
+    taken = {row.number for row in named}
+    leave_out = warm_clones(place) | without_state(place, snapshot)
+    leave_out |= with_two_recipes(place, snapshot).keys()
+    chosen = choose_trials(snapshot, count + len(named), leave_out=leave_out)
+    return [*named, *[row for row in chosen if row.number not in taken][:count]]
 
 
 def named_trials(snapshot: Snapshot, numbers: Sequence[int]) -> list[TrialRow]:

@@ -91,8 +91,8 @@ def verify_trials(
     Raises:
         SpecError: there is no such file, or what it defines is of another study.
     """
-    by_epochs, is_given = False, recipe is not None
-    snapshot = Snapshot.of(read_outline(place))
+    snapshot, is_given = Snapshot.of(read_outline(place)), recipe is not None
+    by_epochs = snapshot.by_epochs
     if recipe is None:
         recipe, by_epochs = recorded_recipe(place, snapshot, file)
     results = {trial.number: trial for trial in read_report(place, recipe).trials}

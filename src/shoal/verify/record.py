@@ -48,7 +48,7 @@ def _check_source(snapshot: Snapshot) -> None:
             "this study was made interactively, or in a function of functions without a name in "
             "a file, so no file says what it is. Pass one that "
             "defines it, --file FILE.py[:STUDY], or go on in Python where it was made: "
-            "shoal.testing.plain_loop and assert_same to verify, report.best to take a model."
+            "study.report().verify(), and its best.load() or best.export(DIR) to take a model."
         )
     path = Path(snapshot.source.rpartition(":")[0])
     if path.suffix == ".py" and not path.is_file():

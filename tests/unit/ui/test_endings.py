@@ -33,8 +33,7 @@ from shoal.ui.show import (
     ending_code,
     leaderboard,
 )
-from shoal.ui.verify import describe_verdict, describe_verdicts
-from shoal.verify import TrialVerdict
+from shoal.verify import TrialVerdict, describe_verdict, describe_verdicts
 
 Events = Callable[..., Iterator[Event]]
 

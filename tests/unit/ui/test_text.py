@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from shoal.ui.text import align, format_metric, format_value, shorten, varying_names, wrap
+from shoal.core.spec import varying_names
+from shoal.ui.text import align, format_metric, format_value, shorten, wrap
 
 
 def test_numbers_are_set_right_and_words_left() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.core.errors import SpecError, StorageError
+from shoal.core.spec import varying_names
 from shoal.core.studyfiles import TIMELINE
 from shoal.core.units import format_seconds, format_value
 from shoal.observe import DatabaseReader, TimelineReader
@@ -33,7 +34,7 @@ from shoal.ui.show import (
     trial_record,
 )
 from shoal.ui.studies import last_written, study_directories
-from shoal.ui.text import DASH, format_metric, format_steps, how, varying_names
+from shoal.ui.text import DASH, format_metric, format_steps, how
 
 POINTS = 300  # of a curve, at most
 CURVES = 64  # of the leaderboard's first trials, and those that run

@@ -1,0 +1,73 @@
+"""A study's trials held against training alone, for whoever asks in Python."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.core.errors import SpecError
+from shoal.observe.reader import read_outline
+from shoal.observe.snapshot import Snapshot
+from shoal.pystate import Ambient
+from shoal.recipe import Recipe
+from shoal.verify.choose import rows_to_verify
+from shoal.verify.compare import TrialVerdict, verify_trials
+from shoal.verify.record import recorded_recipe
+from shoal.verify.words import describe_verdict, describe_verdicts, nothing_compared, settings_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """What came of it; ``print`` shows what ``shoal verify`` does.
+
+    ``verdicts`` are one for each trial, ``settings`` by its number what tells it from others.
+    """
+
+    verdicts: tuple[TrialVerdict, ...]
+    settings: Mapping[int, str]
+
+    @property
+    def equal(self) -> bool:
+        """Whether every trial that could be compared has the bits of training alone."""
+        return all(verdict.equal or verdict.skipped for verdict in self.verdicts)
+
+    def __bool__(self) -> bool:
+        return self.equal
+
+    def __str__(self) -> str:
+        lines = (describe_verdict(one, self.settings[one.number]) for one in self.verdicts)
+        return "\n".join([*lines, describe_verdicts(self.verdicts)])
+
+
+def verify_report(
+    place: Path, trials: int | Sequence[int] | None, recipe: Recipe | None
+) -> Verification:
+    """Train ``trials`` again in this process and compare; a number is how many.
+
+    Raises:
+        SpecError: there is no such trial, none could be compared, or nothing says what the
+            recipe is.
+    """
+    snapshot = Snapshot.of(read_outline(place))
+    count, numbers = (trials, ()) if isinstance(trials, int) else (None, trials or ())
+    rows = rows_to_verify(place, snapshot, count, numbers)
+    if recipe is None:
+        recipe, _ = recorded_recipe(place, snapshot, None)
+    with _as_it_was(recipe):
+        verdicts = tuple(verify_trials(place, rows, recipe=recipe))
+    if all(verdict.skipped for verdict in verdicts):
+        raise SpecError(nothing_compared(verdicts))
+    return Verification(verdicts=verdicts, settings=settings_of(snapshot))
+
+
+@contextmanager
+def _as_it_was(recipe: Recipe) -> Iterator[None]:
+    """The globals that the recipe's code reads are as before then: somebody goes on with them."""
+    everything = Ambient(recipe, all_code=True)
+    before = everything.take()
+    try:
+        yield
+    finally:
+        everything.put(before)
