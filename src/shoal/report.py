@@ -446,6 +446,10 @@ class Report:
     def __str__(self) -> str:
         return leaderboard(self)
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What a notebook shows where this is a cell's last expression."""
+        printer.text(str(self))
+
     def _rank(self, trial: TrialResult) -> float:
         if trial.state is not TrialState.FINISHED and not trial.is_at_best:
             return math.inf

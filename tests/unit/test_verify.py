@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -585,6 +586,15 @@ def test_a_verification_leaves_the_process_as_it_was(
 
     assert COUNTS == {"calls": 5}
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_notebook_shows_reports_and_verifications_as_print_does(study: _Study) -> None:
+    report = shoal.open(study.place, recipe=RECIPE)
+
+    for shown in (report, report.verify(1)):
+        words: list[str] = []
+        shown._repr_pretty_(SimpleNamespace(text=words.append), False)
+        assert words == [str(shown)]
 
 
 def test_a_report_without_a_recipe_says_what_to_give(study: _Study) -> None:

@@ -294,9 +294,13 @@ class Plan:
         return self.explain()
 
     def __repr__(self) -> str:
-        """What a notebook shows of it; ``to_json`` has all."""
+        """Short, as for a debugger; ``to_json`` has all."""
         jobs, devices = counted(len(self.jobs), "trial"), counted(len(self.devices), "device")
         return f"<Plan of study {self.study}: {jobs} on {devices}; print it to read it>"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What a notebook shows where this is a cell's last expression."""
+        printer.text(str(self))
 
     def explain(self) -> str:
         """The plan in words: per trial the technique, the shards, bytes by name, and why."""

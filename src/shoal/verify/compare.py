@@ -110,10 +110,11 @@ def verify_trials(
         case = _Case(row, trial, recipe, curve, by_epochs, population, best)
         verdict = case.verdict()
         number = row.recipes[-1].recipe if row.recipes else None
-        if not is_given and (changed := changed_since(place, described, number)):
-            words = f"{changed_words(changed)}: --file FILE.py[:STUDY]"
-            verdict = replace(verdict, notes=(words, *verdict.notes))
         differs = verdict.first_difference or verdict.failure
+        if (differs or not is_given) and (changed := changed_since(place, described, number)):
+            there = "shoal.open(path, recipe=...)" if is_given else "--file FILE.py[:STUDY]"
+            words = f"{changed_words(changed)}: {there}"
+            verdict = replace(verdict, notes=(words, *verdict.notes))
         if differs and not is_given and (words := main_note(file or snapshot.source)):
             verdict = replace(verdict, notes=(*verdict.notes, words))
         yield verdict

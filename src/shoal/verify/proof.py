@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from shoal.core.errors import SpecError
 from shoal.observe.reader import read_outline
@@ -35,6 +36,10 @@ class Verification:
 
     def __bool__(self) -> bool:
         return self.equal
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What a notebook shows where this is a cell's last expression."""
+        printer.text(str(self))
 
     def __str__(self) -> str:
         lines = (describe_verdict(one, self.settings[one.number]) for one in self.verdicts)
