@@ -22,7 +22,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy
@@ -281,6 +281,14 @@ class KernelChoice:
             else:
                 cudnn.allow_tf32 = self.cudnn_tf32
                 torch.set_float32_matmul_precision(self.matmul)
+
+    def called(self) -> dict[str, Any]:
+        """All of them, by what a plan calls each."""
+        found = {f"torch's {f.name}": getattr(self, f.name) for f in fields(self)}
+        del found["torch's others"]
+        for setting, value in zip(OTHERS, self.others, strict=True):
+            found[f"the setting {setting.name or setting.put.__name__.strip('_')!r}"] = value
+        return found
 
     def told(self, *, on_gpu: bool) -> dict[str, str]:
         """For the numerics key: what is not torch's default, but for the matmul precision."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import sys
 import sysconfig
 import types
+from collections.abc import Iterable
 from typing import Any
 
 LIBRARIES = frozenset((*sys.stdlib_module_names, "numpy", "torch"))
@@ -42,3 +44,26 @@ def _is_of_library(package: str) -> bool:
     if package in ("numpy", "torch") or file is None:
         return True
     return bool(os.path.realpath(file).startswith(_STANDARD))
+
+
+def module_of(function: Any) -> types.ModuleType | None:
+    """Where a function is from, a method, or the class of what is called as one; else None."""
+    if isinstance(function, types.MethodType | staticmethod | classmethod):
+        function = function.__func__
+    if isinstance(function, types.FunctionType):
+        return sys.modules.get(str(function.__globals__.get("__name__")))
+    if isinstance(function, types.BuiltinFunctionType):
+        return sys.modules.get(str(function.__module__))
+    kind: Any = type(function)
+    is_called = not isinstance(function, type) and any("__call__" in vars(k) for k in kind.__mro__)
+    return sys.modules.get(str(kind.__module__)) if is_called else None
+
+
+def found_along(found: Any, names: Iterable[str]) -> Any:
+    """What an object has by one name after the other, None where it has none; no code runs."""
+    for name in names:
+        try:
+            found = inspect.getattr_static(found, name)
+        except Exception:  # whatever looking at it raises
+            return None
+    return found

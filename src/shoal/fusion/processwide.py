@@ -8,16 +8,15 @@ import sys
 import types
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
 from torch import _tensor_str
 
 from shoal.core.codes import called_for_effect, modules_it_may_set, names_in, set_by
-from shoal.kernelchoice import OTHERS, KernelChoice
-from shoal.libraries import is_library
-from shoal.pystate.ambient import found_along, is_users, module_of
+from shoal.kernelchoice import KernelChoice
+from shoal.libraries import found_along, is_library, module_of
+from shoal.pystate.ambient import is_users
 
 _CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)
 _CONSTANT = (bool, int, float, str, bytes, type(None))
@@ -25,14 +24,7 @@ _CONSTANT = (bool, int, float, str, bytes, type(None))
 
 def settings_of_process(asked: Collection[str]) -> dict[str, str]:
     """In words; of the environment and the command line where code has their names."""
-    chosen = KernelChoice.here()
-    found = {
-        f"torch's {one.name}": repr(getattr(chosen, one.name))
-        for one in fields(chosen)
-        if one.name != "others"
-    }
-    for setting, value in zip(OTHERS, chosen.others, strict=True):
-        found[f"the setting {setting.name or setting.put.__name__.strip('_')!r}"] = repr(value)
+    found = {name: repr(value) for name, value in KernelChoice.here().called().items()}
     found["the working directory"] = _working_directory()
     found["how numbers are printed"] = f"{np.get_printoptions()} {vars(_tensor_str.PRINT_OPTS)}"
     if not {"environ", "getenv", "environb"}.isdisjoint(asked):

@@ -26,8 +26,10 @@ from shoal.bound import code_of
 from shoal.core.closures import closed_over
 from shoal.core.codes import codes_in, names_in
 from shoal.core.errors import TrialError
+from shoal.kernelchoice import KernelChoice
 from shoal.libraries import is_installed, is_library
 from shoal.pystate.iterators import is_iterator
+from shoal.pystate.ofprocess import SETTINGS, OfProcess, may_set
 from shoal.pystate.ofthread import OF_THREAD
 from shoal.pystate.packing import Giving, Unkept, pack
 from shoal.pystate.parts import SPACES, changing_defaults, has_attributes
@@ -43,6 +45,7 @@ MAKING = frozenset(("__init__", "__new__"))
 OURS = f"{Path(__file__).parents[1]}{os.sep}"
 LONGEST, LARGEST, VALUES, ROOM = 200, 2**20, 500, 2**24
 """What of one global is looked into, each time that trials alternate."""
+PROCESS = "this process"
 Notes = Mapping[str, Mapping[str, Note]]
 """By owner and name."""
 
@@ -64,6 +67,9 @@ class Ambient:
         self._met = [] if recipe is None else list(code_met(map(code_of, _given(recipe))))
         owners = () if recipe is None else _owners(recipe, self._met, all_code)
         self._owners = dict(owners)
+        self._process = OfProcess() if may_set(self.makers()) else None
+        if self._process is not None:
+            self._owners[PROCESS] = self._process
         self._settled = self.take()
 
     @functools.cached_property
@@ -76,9 +82,15 @@ class Ambient:
         self.put(self._settled)
 
     def settle(self, fixed: Mapping[int, str] | None = None) -> Notes:
-        """A trial has been built: what that set stays for the next one; what is there now."""
-        self._settled = self.take(fixed)
-        return self._settled
+        """A trial has been built: what that set stays for the next one; what is there now.
+
+        But for settings of the process: each trial begins with those of its study.
+        """
+        made = self._settled = self.take(fixed)
+        if self._process is not None:
+            own = {SETTINGS: Note("other", self._process.of_study())}
+            self._settled = {**made, PROCESS: own}
+        return made
 
     def take(self, fixed: Mapping[int, str] | None = None) -> Notes:
         """What is there now."""
@@ -123,7 +135,12 @@ class Ambient:
         return list({id(one): one for one in found}.values())
 
     def has(self, place: str) -> bool:
-        """Whether a value called ``module.name`` or ``module.class.name`` is a trial's own."""
+        """Whether a value called ``module.name`` or ``module.class.name`` is a trial's own.
+
+        Or a setting, as ``KernelChoice`` calls it.
+        """
+        if self._process is not None and place in KernelChoice.here().called():
+            return True
         return any(
             f"{place}.".startswith(f"{where}.{name}.") and _is_whole(note)
             for where, notes in self._settled.items()
@@ -273,6 +290,8 @@ _CODE = (type, types.BuiltinFunctionType, types.ModuleType)
 
 
 def _look(owner: Mapping[str, Any], look: Look) -> dict[str, Note]:
+    if isinstance(owner, OfProcess):
+        return {name: Note("other", value) for name, value in owner.items()}
     found = {}
     for name, value in owner.items():
         look.values = VALUES
@@ -530,29 +549,6 @@ def _function(value: Any) -> types.FunctionType | None:
         value = value.__func__
     value = inspect.unwrap(value) if isinstance(value, types.FunctionType) else value
     return value if isinstance(value, types.FunctionType) and is_users(value) else None
-
-
-def module_of(function: Any) -> types.ModuleType | None:
-    """Where a function is from, a method, or the class of what is called as one; else None."""
-    if isinstance(function, types.MethodType | staticmethod | classmethod):
-        function = function.__func__
-    if isinstance(function, types.FunctionType):
-        return sys.modules.get(str(function.__globals__.get("__name__")))
-    if isinstance(function, types.BuiltinFunctionType):
-        return sys.modules.get(str(function.__module__))
-    kind: Any = type(function)
-    is_called = not isinstance(function, type) and any("__call__" in vars(k) for k in kind.__mro__)
-    return sys.modules.get(str(kind.__module__)) if is_called else None
-
-
-def found_along(found: Any, names: Iterable[str]) -> Any:
-    """What an object has by one name after the other, None where it has none; no code runs."""
-    for name in names:
-        try:
-            found = inspect.getattr_static(found, name)
-        except Exception:  # whatever looking at it raises
-            return None
-    return found
 
 
 def is_users(code: Any) -> bool:

@@ -13,8 +13,9 @@ from torch import nn
 import shoal
 from shoal.core.errors import TrialError
 from shoal.core.spec import TrialSpec
+from shoal.libraries import found_along, module_of
 from shoal.pystate import Ambient
-from shoal.pystate.ambient import Hollow, found_along, module_of, tried, watch
+from shoal.pystate.ambient import Hollow, tried, watch
 from shoal.runtime.measuring.describe import describe
 from shoal.runtime.messages import Describe
 
