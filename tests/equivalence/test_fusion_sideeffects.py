@@ -4,6 +4,7 @@ import contextvars
 import math
 import random
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -200,6 +201,28 @@ def batches(width=3, seed=1):
 )
 def test_a_forward_that_leaves_something_behind_is_declined_with_the_reason(does, reason):
     assert reason in dry_run(members(does), batches())
+
+
+class Carrying(Net):
+    """A state from batch to batch, which begins anew where the batch says so."""
+
+    def forward(self, x, begins):
+        if begins:
+            self.state = torch.zeros_like(x)
+        before, self.state = self.state, x.detach()
+        return self.layer(x) + before
+
+
+@pytest.mark.parametrize("flag", [bool, torch.tensor])
+def test_a_state_that_begins_anew_where_the_batch_says_so_is_declined(flag):
+    recipe = replace(RECIPE, inputs=tuple, loss=lambda output, batch: output.square().mean())
+    made = [replace(member(None), recipe=recipe) for _ in range(3)]
+    for one in made:
+        one.module.__class__ = Carrying
+
+    found = dry_run(made, [(batch, flag(True)) for batch in batches()])
+
+    assert "changes the attribute 'state'" in found
 
 
 def test_what_a_trial_that_raises_would_lay_up_is_not_asked():

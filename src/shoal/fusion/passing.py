@@ -2,7 +2,8 @@
 
 RevIN keeps the mean that it takes away at a model's start until its end adds it again. No forward
 finds what another one has left there. What is written and never read is for somebody else to find,
-and a trial's to keep.
+and a trial's to keep. Where a forward may go another way with the next batch, to see one tells
+nothing: ``if begins: self.h = zeros`` writes first in the first batch of an epoch alone.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from shoal.fusion.mode import ASKING, READING
 
 
 class _Watch:
@@ -39,12 +43,14 @@ def handed_on(
 
     ``training`` and ``evaluating`` run one each; the first one of all may be another than those
     that follow. Each attribute is written in one of them at least; where that cannot be watched it
-    is not among them.
+    is not among them, and where a tensor's values are asked for none is.
     """
     found, read = set(places), set[tuple[str, str]]()
     for run in (training, training, evaluating):
-        with _watching(module, places) as watches:
+        with _watching(module, places) as watches, _Asks() as asks:
             run()
+        if asks.has_asked:
+            return set()
         for path, watch in watches.items():
             found -= {(path, name) for name in watch.early}
             read |= {(path, name) for name in watch.late}
@@ -59,6 +65,19 @@ def _watching(module: nn.Module, places: Set[tuple[str, str]]) -> Iterator[dict[
         for path, watch in watches.items():
             stack.enter_context(_watched(module.get_submodule(path), watch))
         yield watches
+
+
+class _Asks(TorchFunctionMode):
+    """Whether code has Python's values of a tensor's, by which it may go another way."""
+
+    has_asked = False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """The operation itself."""
+        self.has_asked |= func in ASKING or func in READING
+        return func(*args, **(kwargs or {}))
 
 
 class _Unseen:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from shoal.bound import code_of
 from shoal.fusion.batches import changed_by
@@ -133,8 +134,14 @@ def _forward_draws(member: Member, batch: Any, device: torch.device) -> bool:
 def without_handed_on(
     changed: Sequence[str], member: Member, batch: Any, device: torch.device
 ) -> list[str]:
-    """These settings but for attributes that each forward writes before it reads them."""
+    """These settings but for attributes that each forward writes before it reads them.
+
+    None is left out where the model is given values of Python, which may be others in the next
+    batch: then code may read what this forward wrote first.
+    """
     module = member.module
+    if _is_given_values(member, batch, device):
+        return list(changed)
     places = {words: place for words in changed if (place := _place_of(words, module))}
     if not places:
         return list(changed)
@@ -154,6 +161,13 @@ def without_handed_on(
     finally:
         module.train(mode)
     return [words for words in changed if places.get(words) not in found]
+
+
+def _is_given_values(member: Member, batch: Any, device: torch.device) -> bool:
+    """Whether something else than tensors goes into the model with this batch."""
+    with in_streams(member, device):
+        given = model_inputs(member.recipe, changed_by(torch.clone, batch))
+    return not all(isinstance(leaf, Tensor) for leaf in tree_leaves(given))
 
 
 def _place_of(words: str, module: nn.Module) -> tuple[str, str] | None:
