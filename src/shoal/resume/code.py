@@ -191,6 +191,15 @@ def names_of(node: ast.AST) -> list[str]:
     return sorted(names)
 
 
+def is_read_whole(name: str, node: ast.AST) -> bool:
+    """Whether a name stands there by itself, and not only as ``name.attribute``."""
+    found = [*ast.walk(node)]
+    read = sum(isinstance(part, ast.Name) and part.id == name for part in found)
+    return read > sum(
+        isinstance(part, ast.Attribute) and _dotted(part.value) == name for part in found
+    )
+
+
 def names_of_code(code: CodeType) -> list[str]:
     """The global names that a function without source reads."""
     return sorted(set(loaded_by(code)))

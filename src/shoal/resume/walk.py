@@ -8,9 +8,11 @@ value where that cannot change under way, else the assignment that made it.
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
 import sys
+from argparse import Namespace
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -18,7 +20,14 @@ from typing import Any
 
 from shoal.core.closures import closed_over
 from shoal.core.codes import found_by_name
-from shoal.resume.code import Definitions, digest_of, names_of, names_of_code, text_of
+from shoal.resume.code import (
+    Definitions,
+    digest_of,
+    is_read_whole,
+    names_of,
+    names_of_code,
+    text_of,
+)
 from shoal.resume.home import Home, module_of, unwrap
 from shoal.resume.words import (
     PLAIN,
@@ -105,7 +114,7 @@ class Walk:
         kind = type(value)
         is_own = self._home.owns(kind)
         name = self._meet(kind) if is_own else f"{qualname(kind)}{version_of(kind)}"
-        kept = attributes_of(value, with_all=is_own)
+        kept = attributes_of(value, with_all=is_own or kind is Namespace)
         if not kept and not is_own:
             return stable_repr(value, name)
         shown = (f"{key}={self._named(key, item, depth)}" for key, item in kept.items())
@@ -140,7 +149,7 @@ class Walk:
         node = self._files.function(function)
         if node is not None:
             self.sources[name] = text_of(node)
-            self._add_globals(function, function.__globals__, names_of(node))
+            self._add_globals(function, function.__globals__, names_of(node), node)
         else:
             self.sources[name] = digest_of(code)
             self._add_globals(function, function.__globals__, names_of_code(code))
@@ -153,7 +162,7 @@ class Walk:
         node = self._files.class_(kind, methods) or self._files.constant(kind, kind.__qualname__)
         if node is not None:
             self.sources[name] = text_of(node)
-            self._add_globals(kind, _namespace(kind, methods), names_of(node))
+            self._add_globals(kind, _namespace(kind, methods), names_of(node), node)
         else:
             parts = [self.describe(base) for base in kind.__bases__]
             self.sources[name] = "class of " + ", ".join([*parts, *map(self._meet, methods)])
@@ -174,16 +183,27 @@ class Walk:
 
     # -- globals ------------------------------------------------------------------------------
 
-    def _add_globals(self, owner: Any, namespace: Mapping[str, Any], names: Iterable[str]) -> None:
-        """All that the code of ``owner`` names, builtins aside."""
+    def _add_globals(
+        self,
+        owner: Any,
+        namespace: Mapping[str, Any],
+        names: Iterable[str],
+        node: ast.AST | None = None,
+    ) -> None:
+        """All that the code of ``owner`` names, builtins aside; ``node`` is that code."""
         for dotted in names:
             name, *attributes = dotted.split(".")
             if name not in namespace or name.startswith("__"):
                 continue  # the module's own __name__ says how it was imported
             place, value = owner, namespace[name]
+            is_whole = node is None or attributes or is_read_whole(name, node)
+            if isinstance(value, Namespace) and not is_whole:
+                continue  # what is read of it is among the names
             while attributes and isinstance(value, ModuleType) and self._leads_home(value):
                 place, name = value, attributes.pop(0)
                 value = vars(value).get(name)
+            if attributes and isinstance(value, Namespace):
+                name, value = f"{name}.{attributes[0]}", getattr(value, attributes[0], None)
             self._add_global(place, name, value)
 
     def _leads_home(self, module: ModuleType) -> bool:
@@ -200,11 +220,12 @@ class Walk:
         lasting = self._home.name(owner, name)
         if lasting in self.sources:
             return
-        written = None if is_plain(value) else self._files.constant(owner, name)
+        is_told = is_plain(value) or isinstance(value, Namespace)  # and no line says it
+        written = None if is_told else self._files.constant(owner, name)
         if written is not None:
             self.sources[lasting] = text_of(written)
             inside = [other for other in names_of(written) if other != name]
-            self._add_globals(owner, _namespace(owner, []), inside)
+            self._add_globals(owner, _namespace(owner, []), inside, written)
         elif isinstance(value, FunctionType | BuiltinFunctionType | type):
             self.sources[lasting] = f"{name} = {qualname(value)}"
         else:

@@ -335,6 +335,26 @@ def test_a_constant_that_can_change_is_what_made_it(describe: Describe) -> None:
     }
 
 
+def test_of_the_command_line_what_code_reads_is_recorded(
+    describe: Describe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (
+        "from argparse import ArgumentParser\nparser = ArgumentParser()\n"
+        "parser.add_argument('--width', type=int, default=8)\n"
+        "parser.add_argument('--out', default='logs')\nargs = parser.parse_args()\n"
+        "def build(hp): return args.width\nrecipe = Recipe(model=build, data=dict)\n"
+    )
+
+    def given(*words: str, text: str = text) -> RecipeRecord:
+        monkeypatch.setattr(sys, "argv", ["sweep.py", *words])
+        return describe(text)
+
+    assert given().is_same(given("--out", "elsewhere"))
+    assert given("--width", "5").sources["args.width"] == "args.width = 5"
+    whole = text.replace("return args.width", "return Net(args)")
+    assert not given(text=whole).is_same(given("--out", "elsewhere", text=whole))
+
+
 def test_a_constant_from_outside_is_its_value(
     describe: Describe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
