@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FunctionType
@@ -40,9 +40,14 @@ def name_recipe(recipe: Recipe) -> dict[str, Any]:
 
 
 def recall_recipe(
-    named: Mapping[str, Any], study_dir: str | os.PathLike[str], study: str
+    named: Mapping[str, Any],
+    study_dir: str | os.PathLike[str],
+    study: str,
+    arguments: Sequence[str] = (),
 ) -> Recipe:
     """The recipe that ``name_recipe`` wrote into a study's directory.
+
+    ``arguments`` are those of the command line, which its files find again.
 
     Raises:
         SpecError: a file, a module or a name is not there any more, or not to be trusted.
@@ -50,7 +55,7 @@ def recall_recipe(
     values = dict(named)
     script, modules = values.pop(_SCRIPT, ""), {}
     if script:  # first: modules beside it are found then
-        modules[script] = import_recorded(script, study_dir, study)
+        modules[script] = import_recorded(script, study_dir, study, arguments)
 
     def recall(value: Any) -> Any:
         if not isinstance(value, Mapping):
@@ -61,7 +66,7 @@ def recall_recipe(
             return {key: recall(item) for key, item in value.items()}
         place, _, name = str(value[_NAME]).rpartition(":")
         if place not in modules:
-            modules[place] = import_recorded(place, study_dir, study)
+            modules[place] = import_recorded(place, study_dir, study, arguments)
         module = modules[place]
         if not hasattr(module, name):
             raise SpecError(
@@ -81,6 +86,7 @@ class Origin:
     study: str = ""
     source: str = ""
     named: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Sequence[str] = ()
 
     def recipe(self, study_dir: str | os.PathLike[str]) -> Recipe | None:
         """The recipe, imported again; None where nothing is on record.
@@ -89,9 +95,12 @@ class Origin:
             SpecError: what is on record is not there any more, or not to be trusted.
         """
         if self.source:
-            found: Recipe = load_recorded(self.source, study_dir, self.study).study.recipe
+            loaded = load_recorded(self.source, study_dir, self.study, self.arguments)
+            found: Recipe = loaded.study.recipe
             return found
-        return recall_recipe(self.named, study_dir, self.study) if self.named else None
+        if not self.named:
+            return None
+        return recall_recipe(self.named, study_dir, self.study, self.arguments)
 
 
 class _Nameless(Exception):

@@ -491,7 +491,8 @@ def read_report(study_dir: str | os.PathLike[str], recipe: Recipe | None = None)
     if not snapshot.runs:
         raise SpecError(f"there is no study in {directory}: {_what_is_there(directory)}")
     state = study_state(snapshot, directory)
-    origin = Origin(snapshot.study, snapshot.source, snapshot.recipe) if recipe is None else recipe
+    recorded = Origin(snapshot.study, snapshot.source, snapshot.recipe, snapshot.arguments)
+    origin = recorded if recipe is None else recipe
     return Report(
         study=snapshot.study,
         directory=directory,

@@ -19,9 +19,10 @@ import importlib
 import importlib.util
 import operator
 import os
+import shlex
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
@@ -44,6 +45,7 @@ class LoadedStudy(NamedTuple):
 
     study: Any  # a shoal.Study; that class lives above this module
     source: str
+    argv: Sequence[str]  # what its file left in sys.argv
 
 
 class _Reached(BaseException):
@@ -186,12 +188,12 @@ def with_changes(changes: Iterable[Change], value: Any) -> Any:
     return value
 
 
-def load_study(source: str) -> LoadedStudy:
+def load_study(source: str, arguments: Sequence[str] = ()) -> LoadedStudy:
     """Import the study that ``FILE.py[:attribute]`` or ``module:attribute`` names.
 
     The file's directory goes to the front of ``sys.path``, as if Python ran the file;
     what stands under ``if __name__ == "__main__"`` does not run, nor what comes after the point
-    where it would run the study.
+    where it would run the study. Meanwhile ``sys.argv`` is the file and ``arguments``.
 
     Raises:
         SpecError: no such file or attribute, several studies to choose from, or the
@@ -200,10 +202,10 @@ def load_study(source: str) -> LoadedStudy:
     place, attribute = _split(source)
     asked = _Asked(MODULE_NAME if _is_file(place) else place, attribute)
     with nullcontext() if _reading else _reading_for(asked):
-        module = _import_file(place) if _is_file(place) else _import_module(place)
+        module, argv = _import(place, arguments)
     studies = {name: value for name, value in vars(module).items() if is_study(value)}
     name = _choose(place, attribute, studies, module)
-    return LoadedStudy(studies[name], f"{_lasting(place)}:{name}")
+    return LoadedStudy(studies[name], f"{_lasting(place)}:{name}", argv)
 
 
 def is_study(value: object) -> bool:
@@ -226,7 +228,9 @@ def _split(source: str) -> tuple[str, str]:
     return source, ""
 
 
-def load_recorded(source: str, study_dir: str | os.PathLike[str], study: str) -> Any:
+def load_recorded(
+    source: str, study_dir: str | os.PathLike[str], study: str, arguments: Sequence[str] = ()
+) -> LoadedStudy:
     """The study of the file that a study's directory names: it is run, as ``shoal run`` does.
 
     A directory may come from somebody else, and name what it brought along.
@@ -236,10 +240,12 @@ def load_recorded(source: str, study_dir: str | os.PathLike[str], study: str) ->
     """
     _check_recorded(source.rpartition(":")[0] or source, study_dir)
     with reading_for(study):
-        return load_study(source)
+        return load_study(source, arguments)
 
 
-def import_recorded(place: str, study_dir: str | os.PathLike[str], study: str) -> ModuleType:
+def import_recorded(
+    place: str, study_dir: str | os.PathLike[str], study: str, arguments: Sequence[str] = ()
+) -> ModuleType:
     """The file or module that a study's directory names, imported.
 
     Raises:
@@ -247,7 +253,7 @@ def import_recorded(place: str, study_dir: str | os.PathLike[str], study: str) -
     """
     _check_recorded(place, study_dir)
     with reading_for(study):
-        return _import_file(place, is_known=True) if _is_file(place) else _import_module(place)
+        return _import(place, arguments, is_known=True)[0]
 
 
 def _check_recorded(place: str, study_dir: str | os.PathLike[str]) -> None:
@@ -271,6 +277,31 @@ def _is_file(place: str) -> bool:
 
 def _lasting(place: str) -> str:
     return str(Path(place).resolve()) if _is_file(place) else place
+
+
+def argv_of(place: str, arguments: Sequence[str]) -> list[str]:
+    """What a file or module finds in ``sys.argv`` where Python runs it with these."""
+    return [_lasting(place) if place else "", *arguments]
+
+
+def _import(
+    place: str, arguments: Sequence[str], *, is_known: bool = False
+) -> tuple[ModuleType, list[str]]:
+    """A file or module that may read the arguments as it is imported; what it leaves of them."""
+    before, sys.argv = sys.argv, argv_of(place, arguments)
+    try:
+        if _is_file(place):
+            return _import_file(place, is_known=is_known), sys.argv
+        return _import_module(place), sys.argv
+    except SystemExit as ending:  # as argparse does where it finds others than it knows
+        given = shlex.join(arguments) or "none"
+        raise SpecError(
+            f"cannot load a study from {place!r}: running it ended in sys.exit({ending.code!r}), "
+            f"before there was a study. The arguments that it was given: {given}. 'shoal run' and "
+            f"'shoal plan' give it those that stand after --: shoal run {place} -- --width 128."
+        ) from ending
+    finally:
+        sys.argv = before
 
 
 def _import_file(place: str, *, is_known: bool = False) -> ModuleType:

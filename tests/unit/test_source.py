@@ -248,3 +248,27 @@ def test_what_stands_in_place_of_a_study_is_told(source, words, tmp_path, monkey
 
     with pytest.raises(SpecError, match=words):
         load_study(source)
+
+
+def test_a_file_finds_its_own_arguments_and_not_those_of_shoal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = (
+        "import argparse\nparser = argparse.ArgumentParser()\n"
+        "parser.add_argument('--width', type=int, default=8)\n"
+        "width = parser.parse_args().width\nstudy = Study()\n"
+    )
+    path = _write(tmp_path, body)
+    monkeypatch.setattr(sys, "argv", ["shoal", "run", path])
+
+    loaded = load_study(path)
+    assert (loaded.argv, sys.modules[MODULE_NAME].width) == ([path], 8)
+    load_study(path, ["--width", "5"])
+    assert sys.modules[MODULE_NAME].width == 5
+    _write(tmp_path, f"import sys\nsys.argv = ['notebook']\n{body}")
+    assert load_study(path).argv == ["notebook"]
+    _write(tmp_path, body)
+    with pytest.raises(SpecError, match=r"ended in sys.exit\(2\).* given: --depth 3\. "):
+        load_study(path, ["--depth", "3"])
+    assert "usage: mine.py" in capsys.readouterr().err
+    assert sys.argv == ["shoal", "run", path]

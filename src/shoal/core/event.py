@@ -28,6 +28,7 @@ class StudyStarted:
     versions: Mapping[str, str]
     recipe: Mapping[str, Any] = field(default_factory=dict)  # then: its functions by name, if any
     by_epochs: bool = False  # how its trials' length was given, where there is no source
+    arguments: tuple[str, ...] = ()  # of the command line, which its file may read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -81,6 +81,7 @@ class Snapshot:
     source: str = ""
     recipe: Mapping[str, Any] = field(default_factory=dict)
     by_epochs: bool = False
+    arguments: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
     total: int = 0
     trials: tuple[TrialRow, ...] = ()
@@ -235,6 +236,7 @@ class Folder:
             source=event.source,
             recipe=event.recipe,
             by_epochs=event.by_epochs,
+            arguments=event.arguments,
             versions=event.versions,
             total=event.trials,
             started=event.time if first is None else first,

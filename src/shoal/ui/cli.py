@@ -26,6 +26,7 @@ from shoal.ui.options import (
     AcceptNumerics,
     AcceptRecipe,
     AddAgain,
+    Arguments,
     AsJson,
     DeviceMemory,
     Devices,
@@ -165,6 +166,7 @@ class _Again(NamedTuple):
 @app.command()
 def run(
     file: File,
+    arguments: Arguments = None,
     devices: Devices = None,
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
@@ -192,6 +194,7 @@ def run(
         code = run_file(
             file,
             flags,
+            arguments=arguments or (),
             overwrite=overwrite,
             technique=technique,
             fuse=fuse,
@@ -209,6 +212,7 @@ def run(
 @app.command(short_help="Show how a study would run, and why.")
 def plan(
     file: File,
+    arguments: Arguments = None,
     devices: Devices = None,
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
@@ -240,7 +244,15 @@ def plan(
         raise typer.Exit(compare_plan(place, as_json=json))
     from shoal.ui.train import plan_file
 
-    code = plan_file(file, flags, technique=technique, fuse=fuse, exact=exact, as_json=json)
+    code = plan_file(
+        file,
+        flags,
+        arguments=arguments or (),
+        technique=technique,
+        fuse=fuse,
+        exact=exact,
+        as_json=json,
+    )
     raise typer.Exit(code)
 
 

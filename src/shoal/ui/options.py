@@ -10,6 +10,10 @@ FILE_HELP = "FILE.py or FILE.py:attribute, a file that defines a shoal.Study."
 STUDY_HELP = "A study's name under --directory, or its own directory."
 
 File = Annotated[str, typer.Argument(metavar="FILE.py[:STUDY]", help=FILE_HELP)]
+Arguments = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="-- ARGUMENTS", help="What the file finds in sys.argv, if it looks."),
+]
 Devices = Annotated[
     str | None,
     typer.Option(

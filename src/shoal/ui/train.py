@@ -18,7 +18,7 @@ from shoal.observe import jsonl, read_outline
 from shoal.observe.rows import TrialState
 from shoal.observe.snapshot import Snapshot
 from shoal.runtime.pool import WorkerPool
-from shoal.source import load_recorded, load_study, reading_for
+from shoal.source import LoadedStudy, load_recorded, load_study, reading_for
 from shoal.study import Study
 from shoal.ui.failures import ExitCode
 from shoal.ui.flags import HardwareFlags
@@ -30,6 +30,7 @@ def run_file(
     file: str,
     flags: HardwareFlags,
     *,
+    arguments: Sequence[str] = (),
     overwrite: bool,
     as_json: bool,
     technique: str | None = None,
@@ -42,7 +43,7 @@ def run_file(
     workers: WorkerPool | None = None,
 ) -> int:
     """Run the study of a file to its end; the exit code says whether all trials finished."""
-    study = open_study(file)
+    study = open_study(file, arguments)
     followed = None if plan is None else Plan.from_json(Path(plan).read_text())
     named = followed is None or any(flag is not None for flag in flags)
     hardware = _hardware(flags) if named else None
@@ -158,13 +159,14 @@ def plan_file(
     file: str,
     flags: HardwareFlags,
     *,
+    arguments: Sequence[str] = (),
     technique: str | None = None,
     fuse: str | None = None,
     exact: str = "auto",
     as_json: bool,
 ) -> int:
     """Measure the models of a study and print its plan."""
-    study = open_study(file)
+    study = open_study(file, arguments)
     hardware = _hardware(flags)
     print("measuring each distinct model once ...", file=sys.stderr)
     wishes: dict[str, Any] = {"technique": technique, "fuse": fuse, "exact": exact}
@@ -173,14 +175,16 @@ def plan_file(
     return ExitCode.DONE
 
 
-def open_study(file: str) -> Study:
+def open_study(file: str, arguments: Sequence[str] = ()) -> Study:
     """The study of a file, which remembers where it came from."""
-    return _opened(load_study(file))
+    return _opened(load_study(file, arguments))
 
 
-def _opened(loaded: Any) -> Study:
+def _opened(loaded: LoadedStudy) -> Study:
+    """Its study; from now on this process has the arguments of its file, as its workers have."""
     study: Study = loaded.study
     study.source = loaded.source
+    sys.argv[:] = loaded.argv
     return study
 
 
@@ -213,7 +217,12 @@ def reopen_study(place: Path, file: str | None = None) -> Study:
             "more. Name the one that defines it now: --file FILE.py[:STUDY]."
         )
     with reading_for(recorded.study):
-        loaded = load_study(source) if file else load_recorded(source, place, recorded.study)
+        given = recorded.arguments
+        loaded = (
+            load_study(source, given)
+            if file
+            else load_recorded(source, place, recorded.study, given)
+        )
         study = _opened(loaded)
     if study.name != recorded.study:
         raise SpecError(

@@ -25,9 +25,9 @@ def recorded_study(place: Path, snapshot: Snapshot, file: str | None) -> Any:
     """
     if file is not None:
         with reading_for(snapshot.study):
-            return load_study(file).study
+            return load_study(file, snapshot.arguments).study
     _check_source(snapshot)
-    return load_recorded(snapshot.source, place, snapshot.study).study
+    return load_recorded(snapshot.source, place, snapshot.study, snapshot.arguments).study
 
 
 def recorded_recipe(place: Path, snapshot: Snapshot, file: str | None) -> tuple[Recipe, bool]:
@@ -37,7 +37,8 @@ def recorded_recipe(place: Path, snapshot: Snapshot, file: str | None) -> tuple[
         SpecError: nothing says what it is, or that is not there any more.
     """
     if file is None and not snapshot.source and snapshot.recipe:
-        return recall_recipe(snapshot.recipe, place, snapshot.study), snapshot.by_epochs
+        recipe = recall_recipe(snapshot.recipe, place, snapshot.study, snapshot.arguments)
+        return recipe, snapshot.by_epochs
     study = recorded_study(place, snapshot, file)
     return study.recipe, study.epochs is not None
 

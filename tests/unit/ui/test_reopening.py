@@ -44,10 +44,11 @@ def file(tmp_path: Path) -> Path:
 def record(tmp_path: Path, study_events: Events) -> Callable[[str], Path]:
     """A function that makes a finished ``sweep`` which came from a source."""
 
-    def make(source: str) -> Path:
+    def make(source: str, arguments: tuple[str, ...] = ()) -> Path:
         first, *others = study_events(2)
+        first = replace(first, source=source, arguments=arguments)  # type: ignore[type-var]
         with Database(tmp_path / "runs" / "moved") as database:
-            database.write([replace(first, source=source), *others])  # type: ignore[type-var]
+            database.write([first, *others])
         return tmp_path / "runs" / "moved"
 
     return make
@@ -140,3 +141,14 @@ def test_what_was_added_is_said_above_a_live_table(
     resume_study(record(f"{file}:study"), HardwareFlags("cpu:2"), extend=ExtendTrials(trials=2))
 
     assert capsys.readouterr().err.splitlines()[1] == "added trials 2, 3"
+
+
+def test_its_file_finds_the_arguments_that_it_was_run_with(
+    file: Path, record: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["shoal", "resume", "moved"])
+    file.write_text(f"import sys\nassert sys.argv[1:] == ['--width', '5']\n{file.read_text()}")
+
+    reopen_study(record(f"{file}:study", arguments=("--width", "5")))
+
+    assert sys.argv == [str(file), "--width", "5"]
