@@ -398,7 +398,7 @@ def model_inputs(recipe: Recipe, batch: Batch) -> tuple[tuple[Any, ...], dict[st
 
 
 def compute_loss(recipe: Recipe, output: Output, batch: Batch) -> Tensor:
-    """The scalar loss of one batch.
+    """The scalar loss of one batch; one number in brackets, ``tensor([0.7])``, is one.
 
     Raises:
         SpecError: no loss, or one that is not a scalar tensor.
@@ -415,7 +415,7 @@ def compute_loss(recipe: Recipe, output: Output, batch: Batch) -> Tensor:
                 "Recipe(loss=...), a function (output, batch) -> scalar, or put the labels "
                 "among the model's inputs if it computes its own loss."
             )
-    if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.dim() != 0:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
         kind = type(loss).__name__
         found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else kind
         where = line_of(recipe.loss)
@@ -427,7 +427,7 @@ def compute_loss(recipe: Recipe, output: Output, batch: Batch) -> Tensor:
                 "Return one tensor, the sum of its terms; each may be one of Recipe(metrics=...)."
             )
         raise SpecError(f"the loss{where} must be a scalar, got {found}. {way}")
-    return loss
+    return loss if loss.dim() == 0 else loss.reshape(())  # autograd begins at either
 
 
 def loss_and_output(

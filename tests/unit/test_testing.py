@@ -137,6 +137,19 @@ def test_a_short_last_group_is_divided_by_accumulate_and_its_loss_by_its_length(
         assert same_bits(tensor, plain.model.state_dict()[name]), name
 
 
+def test_a_loss_of_one_number_in_brackets_is_a_scalar():
+    def bracketed(output, batch):
+        return F.cross_entropy(output, batch[1]) + torch.zeros(1)
+
+    def trained(loss):
+        recipe = Recipe(model=build, data=lambda hp: (batches(2), batches(1)), loss=loss)
+        return plain_loop(recipe, HP, 3, epochs=1)
+
+    found, asked = trained(bracketed), trained(lambda o, batch: F.cross_entropy(o, batch[1]))
+    assert compare(asked, found.state(), losses=found.losses).equal
+    assert found.metrics == asked.metrics
+
+
 def test_when_one_evaluates_never_changes_training():
     drawing = make_recipe(data=lambda hp: (batches(), _shuffled(batches(2, start=1))))
     often = plain_loop(drawing, HP, 1, steps=7, eval_every=1)
