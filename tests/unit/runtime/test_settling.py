@@ -88,6 +88,36 @@ def test_what_later_forwards_depend_on_is_named(does):
     assert f"a forward changes {min(names)}, and forwards after it compute something else" in words
 
 
+class Cell(nn.Module):
+    """A state from batch to batch, which begins anew where the batch says so."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.state = nn.Linear(6, 6), None
+
+    def forward(self, x, begins):
+        if begins:
+            self.state = torch.zeros_like(x)
+        found = self.layer(x) + self.state
+        self.state = x.detach()
+        return found
+
+
+@pytest.mark.parametrize("flag", [True, torch.tensor(True)])
+def test_a_state_that_begins_anew_where_the_batch_says_so_matters(flag):
+    recipe = shoal.Recipe(
+        model=lambda hp: Cell(),
+        data=lambda hp: ([], None),
+        inputs=tuple,
+        loss=lambda o, b: o.sum(),
+    )
+    trial = TrialSpec(number=0, hp={"lr": 1e-3}, seed=0)
+
+    words = why_changes_matter(recipe, trial, (BATCH[0], flag), {"the attribute 'state'"})
+
+    assert "a forward changes the attribute 'state', and forwards after it" in words
+
+
 @pytest.mark.parametrize("does", [keeps_its_output, keeps_a_mask, counts_for_a_log])
 def test_what_nobody_depends_on_keeps_no_model_whole(does):
     names, words = found_of(does)

@@ -4,29 +4,37 @@ A shard's forward runs again in its backward, and a model runs now and then to f
 Buffers, parameters and random numbers are put back each time. Attributes are not: a flag that a
 first batch sets, a rate that falls from call to call. Most of what forwards leave there is read by
 nobody, or the same whenever it is made, as a mask of some length; so it is tried.
+
+A forward may go another way with a later batch: ``if begins: self.h = zeros`` reads nothing of
+what was left in the first batch of an epoch, and in all others it does. So it is also tried with
+the other answers, of the values of Python that the model is given and of tensors that it asks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from shoal.core.spec import HyperParameters, TrialSpec
 from shoal.fusion.batches import changed_by
+from shoal.fusion.mode import TRUTHS
 from shoal.fusion.sideeffects import attributes_of, in_words, names_changed, naming
 from shoal.partition.build import clone_batch
 from shoal.partition.preserve import preserved, same_values
 from shoal.recipe import (
     Batch,
+    Fed,
     Recipe,
     autocast,
     build_model,
     loss_and_output,
+    model_inputs,
     to_device,
 )
 from shoal.rng import RngState, capture_rng, restore_rng, same_rng, seed_all
@@ -34,6 +42,8 @@ from shoal.rng import RngState, capture_rng, restore_rng, same_rng, seed_all
 CPU = torch.device("cpu")
 LATER = (1, 10, 1000, 10**6)
 """By how much more a count may have counted."""
+MOST_ANSWERS = 64
+"""After so many other answers a loop that waits for one has the true ones."""
 
 
 def changed_attributes(before: Mapping[str, str], module: nn.Module) -> set[str]:
@@ -50,19 +60,87 @@ def why_changes_matter(
     """
     before = capture_rng()
     try:
-        for used in _used_models(recipe, trial, to_device(batch, CPU), names):
-            fresh = _outcome(_built(recipe, trial), recipe, to_device(batch, CPU))
-            if not _equal(fresh, _outcome(used, recipe, to_device(batch, CPU))):
-                return (
-                    f"a forward changes {min(names)}, and forwards after it compute something "
-                    "else; in shards forwards run again. Make it a buffer of the model, or set it "
-                    "where the model is built"
-                )
+        there = to_device(batch, CPU)
+        is_other = any(
+            not _equal(
+                _outcome(_built(recipe, trial), recipe, there), _outcome(used, recipe, there)
+            )
+            for used in _used_models(recipe, trial, there, names)
+        )
+        if is_other or _goes_another_way(recipe, trial, there, names):
+            return (
+                f"a forward changes {min(names)}, and forwards after it compute something "
+                "else; in shards forwards run again. Make it a buffer of the model, or set it "
+                "where the model is built"
+            )
     except Exception:  # of the model's own, on a batch that it would not be given
         return ""
     finally:
         restore_rng(before)
     return ""
+
+
+def _goes_another_way(
+    recipe: Recipe, trial: TrialSpec, batch: Batch, names: Collection[str]
+) -> bool:
+    """Whether forwards after another one are others where code is given other answers."""
+    others = _with_other_values(recipe, batch)
+    for given, mode in ((others, None), (batch, _OtherAnswers)):
+        if given is None:
+            continue
+        found = []
+        for model in (_built(recipe, trial), next(_used_models(recipe, trial, batch, names))):
+            with mode() if mode else nullcontext():
+                found.append(_outcome_if_any(model, recipe, given))
+        fresh, used = found
+        if (fresh is None) != (used is None) or (fresh and used and not _equal(fresh, used)):
+            return True
+    return False
+
+
+def _with_other_values(recipe: Recipe, batch: Batch) -> Fed | None:
+    """The batch with other values of Python among the model's inputs; None without any."""
+
+    def other(value: Any) -> Any:
+        return not value if isinstance(value, bool) else value + 1
+
+    def turned(value: Any) -> Any:
+        return other(value) if isinstance(value, int | float) else value
+
+    args, kwargs = model_inputs(recipe, clone_batch(batch))
+    if not any(isinstance(leaf, int | float) for leaf in tree_leaves((args, kwargs))):
+        return None
+    inner = batch.batch if type(batch) is Fed else batch
+    return Fed(tree_map(turned, args), tree_map(turned, kwargs), inner)
+
+
+class _OtherAnswers(TorchFunctionMode):
+    """Where code asks a tensor whether it is true it is told the opposite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._left = MOST_ANSWERS
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """The operation itself, but for an answer."""
+        result = func(*args, **(kwargs or {}))
+        is_answer = func in TRUTHS or (func is Tensor.item and isinstance(result, bool))
+        if not is_answer or not self._left:
+            return result
+        self._left -= 1
+        return not result
+
+
+def _outcome_if_any(
+    model: nn.Module, recipe: Recipe, batch: Batch
+) -> tuple[list[Tensor], RngState] | None:
+    """None where the model's code raises."""
+    try:
+        return _outcome(model, recipe, batch)
+    except Exception:  # it would not be given that, maybe
+        return None
 
 
 def _used_models(
