@@ -12,7 +12,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.dispatched import run_operation
-from shoal.partition.dataread import address_of
+from shoal.partition.dataread import address_of, plain_data
 from shoal.partition.wires import storage_key, tensors_in
 from shoal.rng import capture_rng, restore_rng
 
@@ -35,7 +35,7 @@ def preserved(
 def _rest_preserved(model: nn.Module, device: torch.device) -> Iterator[None]:
     rng = capture_rng(device)
     buffers = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
-    parameters = [(p, p.data, p.grad) for p in model.parameters()]
+    parameters = [(p, plain_data(p), p.grad) for p in model.parameters()]
     drop_gradients(model)
     # Graphs that saw a buffer before see the same bits afterwards: to them it was never written.
     counted = tuple(b for b, _ in buffers.values() if not b.is_inference())

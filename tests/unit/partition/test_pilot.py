@@ -701,6 +701,23 @@ def test_who_writes_to_weights_without_torch_is_not_cut(write, where, make_recip
     assert "writes into the memory of the weight '1.weight' without torch" in report.notes[0]
 
 
+class Scaling(nn.Linear):
+    """Raises where its weights are a little off."""
+
+    def __init__(self, size):
+        super().__init__(size, size)
+        self.scale = nn.Parameter(torch.full((size,), 0.01))
+
+    def forward(self, x):
+        return super().forward(x) * torch.distributions.Normal(0, self.scale).scale
+
+
+def test_weights_whose_memory_nobody_asked_for_are_not_shaken(make_recipe):
+    model = nn.Sequential(*[Scaling(4) for _ in range(3)])
+    report = pilot(model, make_recipe(model, lambda y, batch: y.sum()), (torch.randn(3, 4),), CPU)
+    assert report.bitwise
+
+
 def test_who_rescales_weights_to_evaluate_is_not_cut(make_recipe):
     """As RWKV does, in all of its blocks before the first of them runs."""
 
