@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from math import inf
 from typing import TypeVar
 
 import torch
@@ -239,7 +240,7 @@ class Measurer:
         self._built = self._chain = None
         self._built = self._build(trial)
         with eagerly():
-            self._whole = self._measure_whole(self._built)
+            self._whole = self._measure_whole(self._built, self._room())
 
     def _build(self, trial: TrialSpec) -> Built:
         hp = HyperParameters(trial.hp)
@@ -293,10 +294,14 @@ class Measurer:
         state = 4 * sum(parameter.nbytes for parameter in model.parameters())  # as with Adam
         return device if state <= free_bytes(device) else torch.device("cpu")
 
-    def _measure_whole(self, built: Built) -> JobMeasure:
+    def _room(self) -> float:
+        """What the device has; where seconds are those of a profile they cost nothing."""
+        return self._device.spec.memory if self._device.spec.profile is None else inf
+
+    def _measure_whole(self, built: Built, room: float = inf) -> JobMeasure:
         """One shard that is everything: bytes by the tracker, seconds of a second step."""
-        model = built.model
-        costs = WholeModel(self._recipe, built, self._here, self._timed, self._clock).costs()
+        model, clocks = built.model, (self._timed, self._clock)
+        costs = WholeModel(self._recipe, built, self._here, *clocks, room).costs()
         self._states, self._changes = costs.states, costs.changes
         params = [describe(name, p) for name, p in model.named_parameters()]
         state = [spec for specs in self._states.values() for spec in specs]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import inf
 from typing import Any, NamedTuple
 
 import torch
@@ -102,7 +103,8 @@ class WholeModel:
     """A trial's model on ``here``, run and stepped a few times on its first batches.
 
     ``timed`` runs a unit and says how long it takes; ``clock`` says the time when all that was
-    launched is done.
+    launched is done. What has no room on its device will not run as a whole: its seconds are
+    those of a run that is counted, which takes longer.
     """
 
     def __init__(
@@ -112,9 +114,10 @@ class WholeModel:
         here: torch.device,
         timed: Timed,
         clock: Callable[[], float],
+        room: float = inf,
     ) -> None:
         self._recipe, self._built, self._here = recipe, built, here
-        self._timed, self._clock = timed, clock
+        self._timed, self._clock, self._room = timed, clock, room
         self._loss_notes: tuple[str, ...] = ()
         self._draws_evaluating = False
 
@@ -154,13 +157,16 @@ class WholeModel:
                 forward = max(forward, peak_of(self._evaluate, scratch))
         written = not all(map(same_bits, model.buffers(), buffers))
         del buffers
+        begin = self._clock()
         backward = peak_of(self._backward, scratch)
+        backward_s = self._clock() - begin
         refuse_sparse_norm(self._recipe, model)
         # A branch that this batch does not take has state too, and what is unfrozen later.
         fill_missing_gradients(model, frozen=built.habits.touches)
         # Makes the state, which is moved then.
         first_step = peak_of(lambda: step_once(self._recipe, built), scratch)
-        backward_s = self._timed(self._backward)
+        if self._may_fit(backward):
+            backward_s = self._timed(self._backward)
         fill_missing_gradients(model)
         step_begin = self._clock()
         step_once(self._recipe, built)
@@ -176,11 +182,20 @@ class WholeModel:
             draws=draws,
             draws_evaluating=self._draws_evaluating,
             writes_evaluating=written,
-            states=state_specs(Binding(model, built.optimizer, [[]], self._here)),
+            states=self._states(),
             workspace=max(scratch),
             notes=self._loss_notes,
             changes=frozenset(changes | changed_attributes(kept, model)),
         )
+
+    def _may_fit(self, backward: Bytes) -> bool:
+        """Whether the device may have room for the whole model, which surely needs so much."""
+        weights = sum(parameter.nbytes for parameter in self._built.model.parameters())
+        held = sum(spec.num_bytes for specs in self._states().values() for spec in specs)
+        return weights + held + backward <= self._room
+
+    def _states(self) -> dict[str, list[TensorSpec]]:
+        return state_specs(Binding(self._built.model, self._built.optimizer, [[]], self._here))
 
     def _forward(self) -> None:
         with torch.no_grad(), autocast(self._recipe, self._here):
