@@ -82,8 +82,8 @@ class Run:
             TrialError: the first trials failed in the same way.
             SystemExit, KeyboardInterrupt: it was interrupted; every trial is saved.
         """
-        self._packed = refuse_early(self._study, self._request)
         self._warm_up()
+        self._packed = refuse_early(self._study, self._request)
         try:
             self._run()
         except Interrupted as ending:  # a new study that was not planned yet leaves nothing
@@ -107,7 +107,7 @@ class Run:
             self._go_on(case, interrupts)
 
     def _warm_up(self) -> None:
-        """Have workers import torch while the directory is made.
+        """Have workers import torch while the recipe is packed and the directory is made.
 
         Of a study that ran before, how many are left to train is not known yet.
         """
