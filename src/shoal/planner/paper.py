@@ -55,6 +55,7 @@ class Paper:
         self._cuts: dict[tuple[int, bool], tuple[int, ...] | None] = {}
         self._shards: dict[tuple[int, ...], tuple[ShardSpec, ...]] = {}
         self._needs: dict[tuple[tuple[int, ...], Spilled], Need] = {}
+        self._rooms: dict[tuple[tuple[int, ...], Spilled, Bytes, int], Room] = {}
 
     def by_shards(self, technique: Spilled, budget: Bytes, active: int) -> Iterator[Cutting]:
         """Choices with more and more shards, from the first that should fit."""
@@ -179,14 +180,17 @@ class Paper:
         return self._room(choice.cuts, choice.technique, budget, choice.active)
 
     def _room(self, cuts: tuple[int, ...], technique: Spilled, budget: Bytes, active: int) -> Room:
-        return Room(
-            measure=self._measure,
-            shards=self._of(cuts),
-            technique=technique,
-            request=self._request,
-            budget=budget,
-            active=active,
-        )
+        key = (cuts, technique, budget, active)
+        if key not in self._rooms:
+            self._rooms[key] = Room(
+                measure=self._measure,
+                shards=self._of(cuts),
+                technique=technique,
+                request=self._request,
+                budget=budget,
+                active=active,
+            )
+        return self._rooms[key]
 
     def _need(self, cuts: tuple[int, ...], technique: Spilled) -> Need:
         least = replace(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from shoal.core.spec import JobMeasure, ShardSpec
 from shoal.core.technique import Spilled
@@ -21,7 +21,7 @@ class Room:
     """Shards of a job, and the device that they share with ``active - 1`` jobs like it.
 
     ``technique`` is what was asked for: what it leaves open is to be chosen. Needs are those of
-    ``layout`` where that is known.
+    ``layout`` where that is known. ``worked_out`` are those that were looked at.
     """
 
     measure: JobMeasure
@@ -31,11 +31,20 @@ class Room:
     budget: Bytes
     active: int
     layout: TrialLayout | None = None
+    worked_out: dict[Spilled, Need] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
+
+    def need(self, technique: Spilled) -> Need:
+        """What a technique needs that leaves nothing open."""
+        if technique not in self.worked_out:
+            args = (self.measure, self.shards, technique, self.request, self.layout)
+            self.worked_out[technique] = need(*args, proves=False)
+        return self.worked_out[technique]
 
     def tried(self, technique: Spilled) -> Option | None:
         """``technique`` and what it needs, if the device has room for that."""
-        args = (self.measure, self.shards, technique, self.request, self.layout)
-        found = need(*args, proves=False)
+        found = self.need(technique)
         return (technique, found) if fits([found], self.budget, self.active) else None
 
     def step_s(self, technique: Spilled, speeds: Speeds) -> Seconds:
