@@ -157,14 +157,20 @@ class Action:
         return " ".join(words)
 
 
+_MOVES = frozenset((Op.LOAD, Op.STORE, Op.DROP))
+
+
 def lone_part(action: Action) -> Part | None:
     """What of one micro-batch a LOAD, STORE or DROP moves, if it does: a boundary, what F saved.
 
     It lives outside the slots.
     """
-    if action.op not in (Op.LOAD, Op.STORE, Op.DROP):
+    parts = action.parts  # the planner asks this a million times
+    if not parts or action.op not in _MOVES:
         return None
-    return next((part for part in (Part.BOUNDARY, Part.SAVED) if part in action.parts), None)
+    if Part.BOUNDARY in parts:
+        return Part.BOUNDARY
+    return Part.SAVED if Part.SAVED in parts else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -456,11 +456,12 @@ def in_order(units: Sequence[Unit], route: Route) -> Iterator[Action]:
 def _leaving(unit: Unit, route: Route) -> Iterator[Action]:
     """After a forward: its input is gone from the device, its output on its way down."""
     forwards = [action.micro for action in unit.computes if action.op is Op.F]
-    if unit.shard in route.away:
+    away = route.away if forwards else ()
+    if unit.shard in away:
         now = not route.lookbehind
         for micro in forwards:
             yield Action(Op.DROP, unit.shard, micro, parts=(BOUNDARY,), now=now)
-    if unit.shard + 1 in route.away:
+    if unit.shard + 1 in away:
         for micro in forwards:
             yield Action(Op.STORE, unit.shard + 1, micro, parts=(BOUNDARY,))
     for micro in forwards:
