@@ -66,8 +66,7 @@ def pilot(model: nn.Module, recipe: Recipe, batch: Batch, device: torch.device) 
     with _Memory(model) as memory:
         plain = _plain_step(model, recipe, batch, device)
     if not memory.written and memory.is_handed_out:  # it may hold by now what is written each time
-        with shaken(model), memory:
-            _plain_step(model, recipe, batch, device)
+        _look_again(memory, model, recipe, batch, device)
     if why_not := _sparse_gradients(plain) or memory.in_words():
         loss = float(plain.tensors["the loss"])
         return PilotReport(chain=None, bitwise=False, loss=loss, notes=(why_not,))
@@ -76,6 +75,19 @@ def pilot(model: nn.Module, recipe: Recipe, batch: Batch, device: torch.device) 
         return report
     second = _attempt(model, recipe, batch, device, plain, switch_caches_off=True)
     return second if second.chain is not None else report
+
+
+def _look_again(
+    memory: _Memory, model: nn.Module, recipe: Recipe, batch: Batch, device: torch.device
+) -> None:
+    """A step with other weights, which code may not stand; what it writes later is seen then."""
+    try:
+        with shaken(model), memory:
+            _plain_step(model, recipe, batch, device)
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception:
+        return
 
 
 def _sparse_gradients(plain: _Outcome) -> str:

@@ -702,17 +702,23 @@ def test_who_writes_to_weights_without_torch_is_not_cut(write, where, make_recip
 
 
 class Scaling(nn.Linear):
-    """Raises where its weights are a little off."""
+    """Raises where its weights are a little off; ``looks`` has it ask for their memory."""
+
+    looks = False
 
     def __init__(self, size):
         super().__init__(size, size)
         self.scale = nn.Parameter(torch.full((size,), 0.01))
 
     def forward(self, x):
+        if self.looks:
+            self.largest = float(self.scale.detach().numpy().max())
         return super().forward(x) * torch.distributions.Normal(0, self.scale).scale
 
 
-def test_weights_whose_memory_nobody_asked_for_are_not_shaken(make_recipe):
+@pytest.mark.parametrize("looks", [False, True])
+def test_a_forward_that_does_not_stand_shaken_weights_is_cut(looks, make_recipe, monkeypatch):
+    monkeypatch.setattr(Scaling, "looks", looks)
     model = nn.Sequential(*[Scaling(4) for _ in range(3)])
     report = pilot(model, make_recipe(model, lambda y, batch: y.sum()), (torch.randn(3, 4),), CPU)
     assert report.bitwise
