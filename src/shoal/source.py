@@ -40,6 +40,11 @@ MODULE_NAME = "__shoal_main__"
 MAINS = ("__main__", MODULE_NAME)
 
 
+def lasting_name(name: str) -> str:
+    """A dotted name, the same whether Python runs the user's file or shoal imports it."""
+    return name.replace(MODULE_NAME, "__main__")
+
+
 class LoadedStudy(NamedTuple):
     """A study, and the text that loads it again from any directory."""
 

@@ -25,6 +25,7 @@ from shoal.fusion.oldnorms import made_anew
 from shoal.fusion.stacked import owners
 from shoal.recipe import Recipe
 from shoal.several import each_kind
+from shoal.source import lasting_name
 
 DEEPEST = 6  # objects within objects that are looked into
 
@@ -146,7 +147,7 @@ def _dtype(tensor: Tensor) -> str:
 
 
 def _class(value: object) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"
+    return lasting_name(f"{type(value).__module__}.{type(value).__qualname__}")
 
 
 def described(value: Any, depth: int = 0, name: object = None) -> str:
@@ -161,7 +162,7 @@ def described(value: Any, depth: int = 0, name: object = None) -> str:
     if isinstance(value, Tensor):
         return f"a tensor, {_layout(value)}, {_digest(value)}"
     if isinstance(value, torch.dtype | torch.device | type | types.ModuleType):
-        return str(value)
+        return lasting_name(str(value))
     if depth > DEEPEST:
         return _class(value)
     inside = functools.partial(described, depth=depth + 1)

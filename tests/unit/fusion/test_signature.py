@@ -49,6 +49,24 @@ def difference(one, other):
     return first_difference(one, other)
 
 
+class Own(nn.Linear):
+    """A layer, and in it a type that its code has."""
+
+    def __init__(self, kind):
+        super().__init__(2, 2)
+        self.kind = kind
+
+
+@pytest.mark.parametrize("name", ["__main__", "another"])
+def test_a_file_that_is_run_and_one_that_is_imported_have_the_same_signature(monkeypatch, name):
+    """``python study.py`` and then ``shoal resume`` told the trials of an array apart."""
+    told = set()
+    for home in ("__shoal_main__", name):
+        monkeypatch.setattr(Own, "__module__", home)
+        told.add(signature(nn.Sequential(Own(Own))))
+    assert len(told) == (1 if name == "__main__" else 2)
+
+
 def test_a_set_in_code_is_the_same_whatever_its_order():
     """Each process has another one: ``kind in {"l1", "mse"}`` told its trials apart."""
     sets = frozenset([0, 8]), frozenset([8, 0])
