@@ -85,7 +85,7 @@ def read_study_timeline(study_dir: str | os.PathLike[str]) -> Timeline:
     if not actions:
         raise SpecError(
             f"no actions are recorded in {Path(study_dir) / TIMELINE}. Is this the directory of a "
-            "study (runs/NAME) that has taken a step?"
+            "study (runs/NAME) that has taken a step? A run with timeline=False records none."
         )
     name, starts, peaks = Path(study_dir).name, [], []
     widths: dict[int, int] = {}
