@@ -7,6 +7,8 @@ from pathlib import Path
 
 from shoal.core.aim import Aim
 from shoal.core.event import Event, TrialFailed, TrialFinished, TrialPruned
+from shoal.observe.reader import read_trial
+from shoal.observe.snapshot import Snapshot
 from shoal.runtime.saving import checkpoint
 from shoal.storage.generations import Generation, Generations
 
@@ -40,11 +42,17 @@ class Keeper:
     def see(self, event: Event) -> None:
         """Note the trials that end; that they did is on record."""
         if isinstance(event, TrialFinished):
-            self.finished(event.trial, event.metrics)
+            self.finished(event.trial, self._metrics(event))
         elif isinstance(event, TrialPruned):
             self.pruned(event.trial)
         elif isinstance(event, TrialFailed):
             self.failed(event.trial)
+
+    def _metrics(self, event: TrialFinished) -> Mapping[str, float]:
+        """What it ended with; the mean of the last steps' losses is on record alone."""
+        if self._best is None or self._aim.metric in event.metrics:
+            return event.metrics
+        return Snapshot.of(read_trial(self._directory, event.trial)).trial(event.trial).metrics
 
     def finished(self, number: int, metrics: Mapping[str, float]) -> None:
         """A trial has finished, and that is on record."""

@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 
 import pytest
-from generating import generate, steps
+from generating import generate, planned, steps
 
 from shoal.core.aim import Aim
-from shoal.core.event import TrialFailed, TrialFinished, TrialPruned
+from shoal.core.event import StepFinished, TrialFailed, TrialFinished, TrialPruned
 from shoal.launch.keeping import Keeper
+from shoal.observe.db import Database
 from shoal.storage.generations import Generations
 
 
-def keeper(study, *, keep=2, only_weights=False, best=None, mode="min") -> Keeper:
-    aim = Aim("valid_loss", mode)
+def keeper(
+    study, *, keep=2, only_weights=False, best=None, mode="min", metric="valid_loss"
+) -> Keeper:
+    aim = Aim(metric, mode)
     return Keeper(study, keep=keep, only_weights=only_weights, best=best, aim=aim)
 
 
@@ -120,6 +123,23 @@ def test_it_listens_to_trials_that_finish(tmp_path):
         )
 
     assert (steps(tmp_path, 0), steps(tmp_path, 1)) == ([9], [])
+
+
+def test_the_best_by_train_loss_are_those_of_the_tables(tmp_path):
+    """The event that a trial finished has what was measured on validation data alone."""
+    place, of_step = keeper(tmp_path, best=1, metric="train_loss"), {"seconds": 1.0, "device": "d"}
+    with Database(tmp_path) as database:
+        for trial, loss in ((0, 3.0), (1, 1.0), (2, 2.0)):
+            generate(tmp_path, trial, 1)
+            valid = {"valid_loss": float(trial)}
+            done = StepFinished(time=0.0, trial=trial, step=1, epoch=1, loss=loss, **of_step)
+            ended = TrialFinished(
+                time=0.0, trial=trial, step=1, metrics=valid, checkpoint="", seconds=1.0
+            )
+            database.write([planned(trial), done, ended])
+            place.see(ended)
+
+    assert [steps(tmp_path, trial) for trial in range(3)] == [[], [1], []]
 
 
 def test_a_trial_without_generations_is_no_trouble(tmp_path):
