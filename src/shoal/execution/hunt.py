@@ -10,6 +10,7 @@ from shoal.core import event as events
 from shoal.core.aim import Aim
 from shoal.core.spec import Scalar
 from shoal.observe.machines import TrialFold
+from shoal.observe.rows import TrialState
 from shoal.search import Exploit, Population, Search
 
 Grow = Callable[[Sequence[dict[str, Scalar]]], None]
@@ -62,8 +63,10 @@ class Telling:
 
     def _finished(self, event: events.TrialFinished) -> None:
         value = event.metrics.get(self._metric)
-        if value is None:
-            value = self._fold(event.trial).metrics.get(self._metric)
+        if value is None and self._metric == "train_loss":
+            fold = self._fold(event.trial)
+            fold.finish(event, self._aim, TrialState.FINISHED)
+            value = fold.metrics.get(self._metric)
         if value is not None:
             self._search.report(event.trial, event.step, value)
         self._search.end(event.trial, "finished", value)

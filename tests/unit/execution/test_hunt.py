@@ -15,6 +15,7 @@ from shoal.core.event import (
     TrialStopped,
 )
 from shoal.execution.hunt import Hunt, Telling
+from shoal.observe.snapshot import Folder
 from shoal.search import PBT, Exploit, Population, Search
 from shoal.search.rules import Halving
 
@@ -29,8 +30,8 @@ def search():
     return search
 
 
-def step(number, loss, trial=0):
-    where = {"epoch": 1, "seconds": 1.0, "device": "cpu:0"}
+def step(number, loss, trial=0, epoch=1):
+    where = {"epoch": epoch, "seconds": 1.0, "device": "cpu:0"}
     return StepFinished(time=0.0, trial=trial, step=number, loss=loss, **where)
 
 
@@ -99,6 +100,19 @@ def test_the_training_loss_is_the_mean_that_reports_show(search):
     for event in (step(4, 3.0), evaluated(4)):
         tell(event)
     assert facts(search).values == [3.0, 2.0]
+
+
+@pytest.mark.parametrize("epochs", [(1, 1), (1, 2)], ids=["one epoch", "two"])
+def test_without_validation_data_a_trial_ends_with_the_training_loss_of_its_last_epoch(
+    search, epochs
+):
+    tell, folder = Telling(search, "train_loss", "min"), Folder()
+    done = TrialFinished(time=0.0, trial=0, step=2, metrics={}, checkpoint="c", seconds=1.0)
+    for event in (step(1, 4.0), step(2, 2.0, epoch=epochs[1]), done):
+        tell(event)
+        folder.add(event)
+    assert facts(search).value == (3.0 if epochs == (1, 1) else 2.0)
+    assert facts(search).value == folder.trial(0).metrics["train_loss"]
 
 
 def test_a_hunt_of_nothing_knows_nobody():
