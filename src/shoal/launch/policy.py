@@ -186,9 +186,17 @@ class CheckpointPolicy:
             f"{format_bytes(running)} while trials {self._do(plan, beside)} "
             f"(keep={self.keep}, and one that is being written), "
             f"{format_bytes(finished)} for finished ones "
-            f"(keep_finished={self.keep_finished!r}); {format_bytes(room)} {whose}. Keep less "
-            "with keep_finished='weights' or 'best:3', train fewer trials, or give it more room."
+            f"(keep_finished={self.keep_finished!r}); {format_bytes(room)} {whose}. "
+            f"{self._less()} fewer trials, or give it more room."
         )
+
+    def _less(self) -> str:
+        """How to keep less, of what is not asked for already and goes with what is."""
+        less = ["keep_finished='weights'"] * (self.keep_finished == "all")
+        less += ["keep_finished='best:3'"] * (self.best is None and not self.keep_best)
+        less += [f"fewer than {self.best} of the best"] * ((self.best or 0) > 1)
+        less += ["keep_best=False"] * self.keep_best
+        return f"Keep less with {' or '.join(less)}, train" if less else "Train"
 
     def explain(self, plan: Plan, beside: Beside = _NOTHING) -> str:
         """What the plan says of the disk."""

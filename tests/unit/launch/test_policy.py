@@ -238,6 +238,22 @@ def test_a_plan_over_the_budget_is_refused_though_the_disk_has_room():
         policy(disk_budget=Bytes(5 * MIB)).check(plan(), Bytes(2**40))
 
 
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({}, "Keep less with keep_finished='weights' or keep_finished='best:3', train fewer"),
+        ({"keep_finished": "weights"}, "Keep less with keep_finished='best:3', train fewer"),
+        ({"keep_finished": "best:2"}, "Keep less with fewer than 2 of the best, train fewer"),
+        ({"keep_finished": "best:1"}, "disk_budget allows. Train fewer"),
+        ({"keep_finished": "weights", "keep_best": True}, "Keep less with keep_best=False, train"),
+    ],
+)
+def test_what_would_keep_less_is_neither_asked_for_already_nor_refused_beside_it(asked, words):
+    with pytest.raises(PlanError) as refused:
+        policy(disk_budget=Bytes(1), **asked).check(plan(), Bytes(10**9))
+    assert words in str(refused.value)
+
+
 def test_what_the_trials_have_on_disk_already_is_not_asked_for_again():
     needed = policy().running_bytes(plan()) + policy().finished_bytes(plan())
 
