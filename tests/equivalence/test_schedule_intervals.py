@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import pytest
 import squads
@@ -375,3 +376,28 @@ def test_who_asks_for_no_metric_needs_none(run):
     of = by_evaluations(schedule=stairs, data=lambda hp: (data(hp)[0], None))
     for trial in run(of, study={"metric": "train_loss"}).trials:
         assert_same(plain_loop(of, trial.hp, trial.seed, epochs=EPOCHS), trial)
+
+
+class Late(torch.optim.SGD):
+    """A step that takes a while; on the host it is done beside what follows."""
+
+    def step(self, closure=None):
+        time.sleep(0.01)
+        return super().step(closure)
+
+
+def test_an_evaluation_of_nothing_waits_for_steps_on_the_host(run):
+    """Schedules go on behind it, and changed the rate of what was still to be stepped."""
+
+    def late(named, hp):
+        return Late([p for _, p in named], lr=hp["lr"])
+
+    of = by_evaluations(
+        schedule=lambda optimizer, hp: lr_scheduler.ExponentialLR(optimizer, 0.5),
+        data=lambda hp: (data(hp)[0], None),
+        optimizer=late,
+    )
+    spilled = shoal.Spilled(shards=3, optimizer="host", keep=())
+    ends = {"metric": "train_loss", "epochs": 3}
+    for trial in run(of, lrs=(0.1,), study=ends, technique=spilled).trials:
+        assert_same(plain_loop(of, trial.hp, trial.seed, epochs=3), trial)

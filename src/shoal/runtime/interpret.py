@@ -136,7 +136,7 @@ class Seat(Generic[T]):
         self._away: dict[_Lone, Event] = {}  # what waits on the host -> its STORE
         self._synced: Event | None = None
         self._advanced: Event | None = None  # the schedule, behind the host's steps
-        self._last_compute: list[Event] = []
+        self._last_compute = list[Event]()
         self._in_flight: list[tuple[Event, Sequence[Tensor]]] = []
         self.note_host: Callable[[int], None] = lambda trial: None  # whose host step runs
         self._scores: dict[tuple[int, bool], Score] = {}
@@ -146,8 +146,7 @@ class Seat(Generic[T]):
         self.reserve_units: Callable[[], None] = lambda: None  # set by who shares the device
         self.counts = not session.compiled  # of compiled code nothing can be counted
         self.track = self.counts  # measure the next step's units with the tracker
-        self._has_evaluated = False
-        self.peak_bytes = 0
+        self._has_evaluated, self.peak_bytes = False, 0
 
     # -- programs ---------------------------------------------------------------------
 
@@ -588,11 +587,13 @@ class Seat(Generic[T]):
         self._synced = None
         self._saved.clear()
         self.compute.end_step()
-        if steps_on_host(self.session.job.technique):
-            self._advanced = self._lane.host.submit(self.session.advance_schedule)
-            self._in_flight.append((self._advanced, ()))
-        else:
-            self.session.advance_schedule()
+        if not steps_on_host((session := self.session).job.technique):
+            return session.advance_schedule()
+        self._advanced = self._lane.host.submit(session.advance_schedule)
+        self._in_flight.append((self._advanced, ()))
+        by_evaluations = session.recipe.schedule_interval == "evaluation"  # so on one device
+        if by_evaluations and getattr(session, "valid_feed", None) is None:
+            self.drain()  # schedules go on behind an evaluation, which is of nothing here
 
 
 def _nothing() -> None:

@@ -191,6 +191,12 @@ class StackedSession:
         assert self.job.array is not None
         return f"array {self.job.array.group}"
 
+    @property
+    def valid_feed(self) -> Any:
+        """A trial's; None where one has none."""
+        feeds = [trial.valid_feed for trial in self.trials.values()]
+        return None if None in feeds else next(iter(feeds), None)
+
     # -- a step -----------------------------------------------------------------------
 
     def begin(self, rows: Sequence[Row | Callable[[], Row]]) -> None:
