@@ -386,9 +386,7 @@ class Report:
         from shoal.verify import verify_report  # an arrow up: it reads reports
 
         recipe = next((one._recipe for one in self.trials), None)
-        return verify_report(
-            self.directory, trials, recipe if isinstance(recipe, Recipe) else None
-        )
+        return verify_report(self.directory, trials, recipe)
 
     def count(self, state: TrialState | str) -> int:
         """How many trials are in ``state``."""

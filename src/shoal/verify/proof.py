@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.core.errors import SpecError
+from shoal.named import Origin
 from shoal.observe.reader import read_outline
 from shoal.observe.snapshot import Snapshot
 from shoal.pystate import Ambient
@@ -47,7 +48,7 @@ class Verification:
 
 
 def verify_report(
-    place: Path, trials: int | Sequence[int] | None, recipe: Recipe | None
+    place: Path, trials: int | Sequence[int] | None, recipe: Recipe | Origin | None
 ) -> Verification:
     """Train ``trials`` again in this process and compare; a number is how many.
 
@@ -58,7 +59,7 @@ def verify_report(
     snapshot = Snapshot.of(read_outline(place))
     count, numbers = (trials, ()) if isinstance(trials, int) else (None, trials or ())
     rows = rows_to_verify(place, snapshot, count, numbers)
-    if recipe is None:
+    if not isinstance(recipe, Recipe):
         recipe, _ = recorded_recipe(place, snapshot, None)
     with _as_it_was(recipe):
         verdicts = tuple(verify_trials(place, rows, recipe=recipe))
