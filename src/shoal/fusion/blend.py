@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from shoal.bound import Rest
 from shoal.core.closures import UNASSIGNED, closed_over, contents_of
 from shoal.fusion.declined import Declined
+from shoal.fusion.keptparts import named_parts, with_names
 from shoal.fusion.perslot import PerSlot
 from shoal.fusion.sealed import seal
 
@@ -166,10 +167,14 @@ def _plain(values: Sequence[Any], where: str) -> Any:
 def blend_settings(made: nn.Module, modules: Sequence[nn.Module], where: str) -> nn.Module:
     """Give ``made``, a copy of the first of ``modules``, what they all have between them.
 
+    Where attributes have parameters of the model, their names are there (``keptparts``), and
+    tensors for a pass (``installed``).
+
     Raises:
         Declined: something that differs cannot differ inside an array.
     """
     others = [dict(module.named_modules()) for module in modules]
+    parts = [named_parts(module) for module in modules]
     inside = {id(child) for child in modules[0].modules()}
     for path, child in made.named_modules():
         peers = [other[path] for other in others]
@@ -181,6 +186,10 @@ def blend_settings(made: nn.Module, modules: Sequence[nn.Module], where: str) ->
                 if "state_dict" in name:
                     continue  # no pass calls them, and copies of torch's own have other attributes
                 _blend_hooks(vars(child)[name], values, f"{where}.{path}".rstrip("."), inside)
+                continue
+            named = [with_names(one, its) for one, its in zip(values, parts, strict=True)]
+            if named[0] is not values[0]:
+                vars(child)[name] = blend(named, f"{where}.{path}.{name}".replace("..", "."))
                 continue
             if all(value is values[0] for value in values) or same(values):
                 continue

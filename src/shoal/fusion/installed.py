@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch._C import _functorch as _stubbed
 
+from shoal.fusion.blend import HIDDEN
 from shoal.fusion.declined import FROZEN, REPLACED, Declined
+from shoal.fusion.keptparts import Part, names_in, with_names, with_tensors
 from shoal.fusion.likeness import same_bits
 
 _functorch: Any = _stubbed  # its annotations lag behind it
@@ -23,20 +26,46 @@ class Place(NamedTuple):
     owner: str
 
 
+class Kept(NamedTuple):
+    """An attribute, ``store[key]``, that has parameters; ``form`` has their names instead."""
+
+    store: dict[str, Any]
+    key: str
+    form: Any
+
+
 class Places(NamedTuple):
     """All places of a module; ``recurrent`` are those that keep a list of weights besides."""
 
     parameters: Sequence[Place]
     buffers: Sequence[Place]
     recurrent: Sequence[nn.Module]
+    kept: Sequence[Kept]
+
+    @property
+    def owners(self) -> list[str]:
+        """The first names of all tensors that belong there."""
+        named = [str(name) for kept in self.kept for name in names_in(kept.form)]
+        return [*(place.owner for place in (*self.parameters, *self.buffers)), *named]
 
 
-def places_of(module: nn.Module, owner_of: Mapping[str, str], prefix: str = "") -> Places:
-    """The places of ``module``, whose names in ``owner_of`` begin with ``prefix``."""
+def places_of(
+    module: nn.Module,
+    owner_of: Mapping[str, str],
+    prefix: str = "",
+    parts: Mapping[int, Part] = MappingProxyType({}),
+) -> Places:
+    """The places of ``module``, whose names in ``owner_of`` begin with ``prefix``.
+
+    ``parts``: the model's parameters by identity, where its attributes have these and no names.
+    """
     parameters: list[Place] = []
     buffers: list[Place] = []
     recurrent: list[nn.Module] = []
+    kept: list[Kept] = []
     for path, child in module.named_modules():
+        settings = [(n, with_names(v, parts)) for n, v in vars(child).items() if n not in HIDDEN]
+        kept += [Kept(vars(child), name, form) for name, form in settings if names_in(form)]
         lead = ".".join(part for part in (prefix, path) if part)
         for found, store in ((parameters, child._parameters), (buffers, child._buffers)):
             for key, tensor in store.items():
@@ -45,7 +74,7 @@ def places_of(module: nn.Module, owner_of: Mapping[str, str], prefix: str = "") 
                     found.append(Place(store, key, owner_of[name]))
         if hasattr(child, "_flat_weights_names"):
             recurrent.append(child)
-    return Places(parameters, buffers, recurrent)
+    return Places(parameters, buffers, recurrent, kept)
 
 
 @contextmanager
@@ -60,11 +89,14 @@ def installed(places: Places, tensors: Mapping[str, Tensor]) -> Iterator[dict[st
     """
     every = [*places.parameters, *places.buffers]
     before = [place.store[place.key] for place in every]
+    values = [kept.store[kept.key] for kept in places.kept]
     lying = {place.owner: _memory(tensors[place.owner]) for place in places.buffers}
     replaced: dict[str, Tensor] = {}
     try:
         for place in every:
             place.store[place.key] = tensors[place.owner]
+        for kept in places.kept:
+            kept.store[kept.key] = with_tensors(kept.form, tensors)
         _refresh(places.recurrent)
         with weights_stay([tensors[place.owner] for place in places.parameters]):
             yield replaced
@@ -79,6 +111,8 @@ def installed(places: Places, tensors: Mapping[str, Tensor]) -> Iterator[dict[st
     finally:
         for place, tensor in zip(every, before, strict=True):
             place.store[place.key] = tensor
+        for kept, value in zip(places.kept, values, strict=True):
+            kept.store[kept.key] = value
         _refresh(places.recurrent)
 
 

@@ -20,6 +20,7 @@ from shoal.bound import OfTrial, code_of
 from shoal.core.closures import contents_of
 from shoal.fusion.asked import answers
 from shoal.fusion.blend import HIDDEN
+from shoal.fusion.keptparts import named_parts, with_names
 from shoal.fusion.match import Signature
 from shoal.fusion.oldnorms import made_anew
 from shoal.fusion.stacked import owners
@@ -101,13 +102,14 @@ def _recipe_facts(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def _module_facts(module: nn.Module) -> Iterator[tuple[str, str]]:
+    parts = named_parts(module)
     for path, child in module.named_modules():
         subject = f"module {path!r}" if path else "the model"
         yield subject, _class(child)
         anew = made_anew(child)  # no array takes it, whatever it is now
         for name, value in vars(child).items():
             if name not in HIDDEN and name not in anew:
-                yield f"{name!r} of {subject}", _setting(name, value)
+                yield f"{name!r} of {subject}", _setting(name, with_names(value, parts))
         for name, told in answers(child):
             yield f"{name!r} of {subject}, as its code asks", told
 

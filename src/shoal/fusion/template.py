@@ -24,6 +24,7 @@ from shoal.core.arraykeys import INPUTS, LOSS
 from shoal.fusion.blend import blend, blend_settings
 from shoal.fusion.declined import Declined, Disagreement
 from shoal.fusion.installed import installed, places_of
+from shoal.fusion.keptparts import named_parts
 from shoal.fusion.member import Member
 from shoal.fusion.outputs import put_together, taken_apart
 from shoal.fusion.sealed import sealed
@@ -144,14 +145,13 @@ class Template:
 
     def _runner(self, path: str, slot: int) -> Callable[..., Any]:
         part = self.modules[slot].get_submodule(path)
-        places = places_of(part, self._owner_of, path)
+        places = places_of(part, self._owner_of, path, named_parts(self.modules[slot]))
 
         def run(*args: Any, **kwargs: Any) -> Any:
             assert self._pass is not None
             stacked = self._pass[1]
             blocks = {**stacked.parameters, **stacked.buffers}
-            every = (*places.parameters, *places.buffers)
-            tensors = {place.owner: blocks[place.owner][slot] for place in every}
+            tensors = {owner: blocks[owner][slot] for owner in places.owners}
             with installed(places, tensors) as replaced:
                 output = part(*args, **kwargs)
             for name, value in replaced.items():
