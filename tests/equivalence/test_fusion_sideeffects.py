@@ -213,12 +213,25 @@ class Carrying(Net):
         return self.layer(x) + before
 
 
+class Beginning(Net):
+    """A state that the first batch of all neither reads nor writes."""
+
+    state = 0.0
+
+    def forward(self, x, begins):
+        if not begins:
+            self.state = self.state + x.detach().mean()
+            x = x + self.state
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("kind", [Carrying, Beginning])
 @pytest.mark.parametrize("flag", [bool, torch.tensor])
-def test_a_state_that_begins_anew_where_the_batch_says_so_is_declined(flag):
+def test_a_state_that_begins_anew_where_the_batch_says_so_is_declined(flag, kind):
     recipe = replace(RECIPE, inputs=tuple, loss=lambda output, batch: output.square().mean())
     made = [replace(member(None), recipe=recipe) for _ in range(3)]
     for one in made:
-        one.module.__class__ = Carrying
+        one.module.__class__ = kind
 
     found = dry_run(made, [(batch, flag(True)) for batch in batches()])
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from shoal.fusion.hooked import HOOKED, tensor_hooks
 from shoal.fusion.likeness import copies, numpy_stream
 from shoal.fusion.loop import lone_pass
 from shoal.fusion.member import Member, in_streams
+from shoal.fusion.otherways import OtherAnswers, with_other_values
 from shoal.fusion.passing import handed_on
 from shoal.fusion.signature import described
 from shoal.recipe import autocast, model_inputs, tensors_of
@@ -69,7 +70,30 @@ def _side_effect(member: Member, batch: Any, device: torch.device, own_passes: b
         words = _change(member, batch, device, "a forward", own_passes)
     if hooked and not own_passes:
         return HOOKED
+    words = words or _change_another_way(member, batch, device, own_passes)
     return words or _change_when_evaluating(member, batch, device, own_passes)
+
+
+def _change_another_way(member: Member, batch: Any, device: torch.device, own_passes: bool) -> str:
+    """The same of a forward that goes as it may with a later batch (``otherways``).
+
+    ``if not begins: self.h = ...`` changes nothing in the first batch of an epoch.
+    """
+    with in_streams(member, device):
+        others = with_other_values(member.recipe, changed_by(torch.clone, batch))
+    for given, mode in ((others, nullcontext()), (batch, OtherAnswers())):
+        if given is None:
+            continue
+        try:
+            with mode:
+                words = _change(member, given, device, "a forward", own_passes)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # it would not be given that, maybe
+            continue
+        if words:
+            return words
+    return ""
 
 
 def _change_when_evaluating(

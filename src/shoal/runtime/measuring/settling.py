@@ -18,23 +18,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from shoal.core.spec import HyperParameters, TrialSpec
 from shoal.fusion.batches import changed_by
-from shoal.fusion.mode import TRUTHS
+from shoal.fusion.otherways import OtherAnswers, with_other_values
 from shoal.fusion.sideeffects import attributes_of, in_words, names_changed, naming
 from shoal.partition.build import clone_batch
 from shoal.partition.preserve import preserved, same_values
 from shoal.recipe import (
     Batch,
-    Fed,
     Recipe,
     autocast,
     build_model,
     loss_and_output,
-    model_inputs,
     to_device,
 )
 from shoal.rng import RngState, capture_rng, restore_rng, same_rng, seed_all
@@ -42,8 +39,6 @@ from shoal.rng import RngState, capture_rng, restore_rng, same_rng, seed_all
 CPU = torch.device("cpu")
 LATER = (1, 10, 1000, 10**6)
 """By how much more a count may have counted."""
-MOST_ANSWERS = 64
-"""After so many other answers a loop that waits for one has the true ones."""
 
 
 def changed_attributes(before: Mapping[str, str], module: nn.Module) -> set[str]:
@@ -84,8 +79,8 @@ def _goes_another_way(
     recipe: Recipe, trial: TrialSpec, batch: Batch, names: Collection[str]
 ) -> bool:
     """Whether forwards after another one are others where code is given other answers."""
-    others = _with_other_values(recipe, batch)
-    for given, mode in ((others, None), (batch, _OtherAnswers)):
+    others = with_other_values(recipe, batch)
+    for given, mode in ((others, None), (batch, OtherAnswers)):
         if given is None:
             continue
         found = []
@@ -96,41 +91,6 @@ def _goes_another_way(
         if (fresh is None) != (used is None) or (fresh and used and not _equal(fresh, used)):
             return True
     return False
-
-
-def _with_other_values(recipe: Recipe, batch: Batch) -> Fed | None:
-    """The batch with other values of Python among the model's inputs; None without any."""
-
-    def other(value: Any) -> Any:
-        return not value if isinstance(value, bool) else value + 1
-
-    def turned(value: Any) -> Any:
-        return other(value) if isinstance(value, int | float) else value
-
-    args, kwargs = model_inputs(recipe, clone_batch(batch))
-    if not any(isinstance(leaf, int | float) for leaf in tree_leaves((args, kwargs))):
-        return None
-    inner = batch.batch if type(batch) is Fed else batch
-    return Fed(tree_map(turned, args), tree_map(turned, kwargs), inner)
-
-
-class _OtherAnswers(TorchFunctionMode):
-    """Where code asks a tensor whether it is true it is told the opposite."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._left = MOST_ANSWERS
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """The operation itself, but for an answer."""
-        result = func(*args, **(kwargs or {}))
-        is_answer = func in TRUTHS or (func is Tensor.item and isinstance(result, bool))
-        if not is_answer or not self._left:
-            return result
-        self._left -= 1
-        return not result
 
 
 def _outcome_if_any(
