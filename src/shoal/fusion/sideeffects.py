@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -18,12 +18,13 @@ from shoal.bound import code_of
 from shoal.fusion.batches import changed_by
 from shoal.fusion.blend import HIDDEN, same
 from shoal.fusion.declined import Declined
+from shoal.fusion.digests import Digests
 from shoal.fusion.globals import global_settings, identity
 from shoal.fusion.hooked import HOOKED, tensor_hooks
 from shoal.fusion.likeness import copies, numpy_stream
 from shoal.fusion.loop import lone_pass
 from shoal.fusion.member import Member, in_streams
-from shoal.fusion.otherways import OtherAnswers, with_other_values
+from shoal.fusion.otherways import OtherAnswers, other_ways, with_other_numbers
 from shoal.fusion.passing import handed_on
 from shoal.fusion.signature import described
 from shoal.recipe import autocast, model_inputs, tensors_of
@@ -57,7 +58,8 @@ def first_side_effect(
             continue
         if own_passes:
             return words
-        return words or _laid_up_differently(members, batches, device)
+        words = words or _laid_up_differently(members, batches, device)
+        return words or _change_another_way(copies([member])[0], batch, device)
     raise Declined(f"none of the trials can do a step: {type(failure).__name__}: {failure}")
 
 
@@ -70,30 +72,7 @@ def _side_effect(member: Member, batch: Any, device: torch.device, own_passes: b
         words = _change(member, batch, device, "a forward", own_passes)
     if hooked and not own_passes:
         return HOOKED
-    words = words or _change_another_way(member, batch, device, own_passes)
     return words or _change_when_evaluating(member, batch, device, own_passes)
-
-
-def _change_another_way(member: Member, batch: Any, device: torch.device, own_passes: bool) -> str:
-    """The same of a forward that goes as it may with a later batch (``otherways``).
-
-    ``if not begins: self.h = ...`` changes nothing in the first batch of an epoch.
-    """
-    with in_streams(member, device):
-        others = with_other_values(member.recipe, changed_by(torch.clone, batch))
-    for given, mode in ((others, nullcontext()), (batch, OtherAnswers())):
-        if given is None:
-            continue
-        try:
-            with mode:
-                words = _change(member, given, device, "a forward", own_passes)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception:  # it would not be given that, maybe
-            continue
-        if words:
-            return words
-    return ""
 
 
 def _change_when_evaluating(
@@ -248,6 +227,46 @@ def naming(path: str, name: str) -> str:
 def in_words(values: Mapping[str, Any]) -> dict[str, str]:
     """Which tell one moment from another: floats, and which tensor it is and how often written."""
     return {name: f"{described(value)} {identity(value)}" for name, value in values.items()}
+
+
+# -- what a later forward changes ---------------------------------------------------------------
+
+
+def _change_another_way(member: Member, batch: Any, device: torch.device) -> str:
+    """What forwards keep of their batches where they go as they may with later ones.
+
+    ``if not begins: self.h = ...`` changes nothing in the first batch of an epoch. What is laid up
+    once is the same of any batch, and each trial's own there is asked about above.
+    """
+    member.module.train()
+    with in_streams(member, device):
+        ways = list[Any]() if member.recipe.step else other_ways(member.recipe, batch)
+    for given, mode in ways:
+        try:
+            with in_streams(member, device):
+                kept = [
+                    _kept_after(member, one, mode, device)
+                    for one in (given, with_other_numbers(given))
+                ]
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # it would not be given that, maybe
+            continue
+        if isinstance(mode, OtherAnswers) and not mode.asked:
+            break
+        if changed := names_changed(*kept):
+            return (
+                f"a forward that goes another way changes {changed[0]}, {_WITHOUT_IT[0]}. Make it "
+                "a buffer of the model."
+            )
+    return ""
+
+
+def _kept_after(member: Member, batch: Any, mode: Any, device: torch.device) -> dict[str, str]:
+    """Digests of what the model's attributes hold after one more forward."""
+    with mode:
+        lone_pass(member, changed_by(torch.clone, batch), device)
+    return {name: Digests().of(value) for name, value in attributes_of(member.module).items()}
 
 
 # -- what a first forward lays up ---------------------------------------------------------------

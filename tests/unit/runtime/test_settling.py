@@ -91,22 +91,39 @@ def test_what_later_forwards_depend_on_is_named(does):
 class Cell(nn.Module):
     """A state from batch to batch, which begins anew where the batch says so."""
 
-    def __init__(self):
+    def __init__(self, asks=bool):
         super().__init__()
-        self.layer, self.state = nn.Linear(6, 6), None
+        self.layer, self.state, self.asks = nn.Linear(6, 6), None, asks
 
     def forward(self, x, begins):
-        if begins:
+        if self.asks(begins):
             self.state = torch.zeros_like(x)
         found = self.layer(x) + self.state
         self.state = x.detach()
         return found
 
 
-@pytest.mark.parametrize("flag", [True, torch.tensor(True)])
-def test_a_state_that_begins_anew_where_the_batch_says_so_matters(flag):
+def behind_a_check(begins):
+    assert torch.isfinite(begins).all()
+    return begins > 0
+
+
+FLAGS = {
+    "a bool": (True, bool),
+    "a text": ("begin", lambda begins: begins == "begin"),
+    "a tensor": (torch.tensor(True), bool),
+    "its item": (torch.tensor(1), lambda begins: begins.item() == 1),
+    "an int of it": (torch.tensor(1), lambda begins: int(begins) > 0),
+    "a list of it": (torch.tensor([1]), lambda begins: begins.tolist() == [1]),
+    "an array of it": (torch.tensor([1]), lambda begins: begins.numpy()[0] == 1),
+    "behind a check": (torch.tensor(1.0), behind_a_check),
+}
+
+
+@pytest.mark.parametrize(("flag", "asks"), FLAGS.values(), ids=FLAGS)
+def test_a_state_that_begins_anew_where_the_batch_says_so_matters(flag, asks):
     recipe = shoal.Recipe(
-        model=lambda hp: Cell(),
+        model=lambda hp: Cell(asks),
         data=lambda hp: ([], None),
         inputs=tuple,
         loss=lambda o, b: o.sum(),

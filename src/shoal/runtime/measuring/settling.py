@@ -13,7 +13,7 @@ the other answers, of the values of Python that the model is given and of tensor
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shoal.core.spec import HyperParameters, TrialSpec
-from shoal.fusion.batches import changed_by
-from shoal.fusion.otherways import OtherAnswers, with_other_values
+from shoal.fusion.otherways import other_ways, with_other_numbers
 from shoal.fusion.sideeffects import attributes_of, in_words, names_changed, naming
 from shoal.partition.build import clone_batch
 from shoal.partition.preserve import preserved, same_values
@@ -79,13 +78,10 @@ def _goes_another_way(
     recipe: Recipe, trial: TrialSpec, batch: Batch, names: Collection[str]
 ) -> bool:
     """Whether forwards after another one are others where code is given other answers."""
-    others = with_other_values(recipe, batch)
-    for given, mode in ((others, None), (batch, OtherAnswers)):
-        if given is None:
-            continue
+    for given, mode in other_ways(recipe, batch):
         found = []
         for model in (_built(recipe, trial), next(_used_models(recipe, trial, batch, names))):
-            with mode() if mode else nullcontext():
+            with mode:
                 found.append(_outcome_if_any(model, recipe, given))
         fresh, used = found
         if (fresh is None) != (used is None) or (fresh and used and not _equal(fresh, used)):
@@ -109,7 +105,7 @@ def _used_models(
     """Models as they are after other batches, but for weights, buffers and random numbers."""
     model = _built(recipe, trial)
     with preserved(model, CPU):
-        _outcome(model, recipe, _another(batch))
+        _outcome(model, recipe, with_other_numbers(batch))
     counts = _numbers(model, names)
     yield model
     for more in LATER if counts else ():
@@ -132,16 +128,6 @@ def _numbers(model: nn.Module, names: Collection[str]) -> list[tuple[str, str]]:
 def _built(recipe: Recipe, trial: TrialSpec) -> nn.Module:
     seed_all(trial.seed)
     return build_model(recipe, HyperParameters(trial.hp)).train()
-
-
-def _another(batch: Batch) -> Batch:
-    """Of the same shapes and kinds, with other numbers."""
-
-    def other(tensor: Tensor) -> Tensor:
-        turned = tensor.flip(list(range(tensor.dim())))
-        return turned * 1.5 + 0.25 if tensor.is_floating_point() else turned
-
-    return changed_by(other, batch)
 
 
 def _outcome(model: nn.Module, recipe: Recipe, batch: Batch) -> tuple[list[Tensor], RngState]:
