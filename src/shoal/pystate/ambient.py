@@ -80,6 +80,8 @@ class Ambient:
     def begin(self) -> None:
         """As when a trial was last built; the next one is built from there."""
         self.put(self._settled)
+        if self._process is not None:
+            self._process.begin()
 
     def settle(self, fixed: Mapping[int, str] | None = None) -> Notes:
         """A trial has been built: what that set stays for the next one; what is there now.
@@ -88,9 +90,15 @@ class Ambient:
         """
         made = self._settled = self.take(fixed)
         if self._process is not None:
-            own = {SETTINGS: Note("other", self._process.of_study())}
+            self._process.end()
+            own = {SETTINGS: Note("other", self._process.of_study)}
             self._settled = {**made, PROCESS: own}
         return made
+
+    def end(self) -> None:
+        """Nothing is built any more."""
+        if self._process is not None:
+            self._process.end()
 
     def take(self, fixed: Mapping[int, str] | None = None) -> Notes:
         """What is there now."""
@@ -155,7 +163,7 @@ class Ambient:
         found: dict[str, Any] = {}
         lost: list[str] = []
         for where, notes in after.items():
-            for name, note in notes.items():
+            for name, note in notes.items() if where != PROCESS else ():
                 was = before.get(where, {}).get(name, NOTHING)
                 if was is NOTHING and isinstance(note.held, types.FunctionType):
                     was = Note("parts", note.held, {})  # that had no attributes then
@@ -198,6 +206,8 @@ def watch(recipe: Recipe) -> None:
 
 def leave() -> None:
     """All is as it was when ``watch`` was called: the next study may be of the same code."""
+    for ambient in _active:
+        ambient.end()
     while _came:
         _came.pop().undo()
 
@@ -237,6 +247,7 @@ def watching(recipe: Recipe) -> Iterator[Ambient]:
     try:
         yield ambient
     finally:
+        ambient.end()
         _active.remove(ambient)
 
 

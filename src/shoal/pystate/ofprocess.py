@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import sys
+import importlib
 import types
 from collections.abc import Iterable, Iterator, MutableMapping
+from dataclasses import fields, replace
 from typing import Any
 
 from shoal.core.codes import names_in
 from shoal.kernelchoice import KernelChoice
-from shoal.libraries import is_installed, is_library
 
 SETTINGS = "settings"
 _SETTERS = frozenset(
@@ -26,21 +26,41 @@ _SETTERS = frozenset(
 
 
 class OfProcess(MutableMapping[str, KernelChoice]):
-    """Under one name all settings by which this process computes; equal ones are one object."""
+    """Under one name all settings by which this process computes; equal ones are one object.
+
+    Attributes:
+        of_study: Those that a trial finds which is made now. What a module sets as it is imported,
+            from ``begin`` to ``end``, counts among them: that runs once.
+    """
 
     def __init__(self) -> None:
-        self._last = self._of_study = KernelChoice.here()
-        self._modules = set(sys.modules)
+        self._last = self.of_study = KernelChoice.here()
 
-    def of_study(self) -> KernelChoice:
-        """Those that a trial is to find which is made now.
+    def begin(self) -> None:
+        """A trial is made from here on."""
+        if self not in _waiting:
+            _waiting.append(self)
+        _importing._find_and_load = _noting_load
 
-        What the import of a module of the user's set, which runs once, stays.
-        """
-        new, self._modules = sys.modules.keys() - self._modules, set(sys.modules)
-        if any(map(_sets_at_import, new)):
-            self._of_study = self[SETTINGS]
-        return self._of_study
+    def end(self) -> None:
+        """It has been made."""
+        if self in _waiting:
+            _waiting.remove(self)
+        if not _waiting:
+            _importing._find_and_load = _load
+
+    def set_by_import(self, before: KernelChoice, after: KernelChoice) -> None:
+        """What is another one after than before."""
+        names = [one.name for one in fields(KernelChoice) if one.name != "others"]
+        new = {name: getattr(after, name) for name in names}
+        changed = {name: value for name, value in new.items() if value != getattr(before, name)}
+        others = [
+            now if now != was else mine
+            for mine, was, now in zip(
+                self.of_study.others, before.others, after.others, strict=True
+            )
+        ]
+        self.of_study = replace(self.of_study, **changed, others=tuple(others))
 
     def __getitem__(self, name: str) -> KernelChoice:
         if (here := KernelChoice.here()) != self._last:
@@ -60,25 +80,30 @@ class OfProcess(MutableMapping[str, KernelChoice]):
     def __len__(self) -> int:
         return 1
 
-
-def _sets_at_import(name: str) -> bool:
-    module = sys.modules.get(name)
-    if not isinstance(module, types.ModuleType) or is_library(module) or _is_package(module):
-        return False
-    loader: Any = getattr(module.__spec__, "loader", None)
-    try:
-        code = loader.get_code(name)
-    except Exception:  # no loader, or one of another kind
-        return False
-    return isinstance(code, types.CodeType) and not _SETTERS.isdisjoint(code.co_names)
-
-
-def _is_package(module: types.ModuleType) -> bool:
-    """Whether it is installed, or shoal's."""
-    is_ours = module.__name__.partition(".")[0] == __name__.partition(".")[0]
-    return is_ours or is_installed(str(getattr(module, "__file__", None) or ""))
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
 
 
 def may_set(functions: Iterable[types.FunctionType]) -> bool:
     """Whether any of these names what sets one."""
     return any(not _SETTERS.isdisjoint(names_in(one.__code__)) for one in functions)
+
+
+# Python asks this for each module that is not there yet, whichever way it is imported.
+_importing: Any = importlib._bootstrap
+_load = _importing._find_and_load
+_waiting: list[OfProcess] = []
+_depth = [0]
+
+
+def _noting_load(*args: Any) -> Any:
+    """Import a module, and tell who waits what that set."""
+    before = None if _depth[0] else KernelChoice.here()
+    _depth[0] += 1
+    try:
+        return _load(*args)
+    finally:
+        _depth[0] -= 1
+        if before is not None and (after := KernelChoice.here()) != before:
+            for one in list(_waiting):
+                one.set_by_import(before, after)
