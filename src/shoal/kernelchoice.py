@@ -132,11 +132,12 @@ def _decimals() -> tuple[Any, ...]:
 
 
 def _set_decimal_context(wanted: tuple[Any, ...]) -> None:
-    context, (*values, traps) = decimal.getcontext(), wanted
+    context, (*values, traps) = decimal.getcontext().copy(), wanted
     for name, value in zip(_OF_DECIMALS, values, strict=True):
         setattr(context, name, value)
     for signal in context.traps:
         context.traps[signal] = signal in traps
+    decimal.setcontext(context)  # a thread may still have work in the one before
 
 
 def _set_locale(wanted: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import queue
 import threading
@@ -258,9 +259,14 @@ class ThreadStream:
         One event is of all. Where a piece raises, those behind it do not run; where the work is
         off, those that have not begun. Work that could run when that before it is over keeps the
         turn, but for whom the rule has go first.
+
+        The thread has the caller's context variables meanwhile, as they are now: the decimal
+        context and NumPy's error handling are among them.
         """
-        event, waits = self._event(), tuple(after)
-        works = [self._paced(piece, event, waits) for piece in pieces]
+        event, waits, context = self._event(), tuple(after), contextvars.copy_context()
+        works: list[Work] = [
+            functools.partial(context.run, self._paced(piece, event, waits)) for piece in pieces
+        ]
         self._queue.put(_Item(works, waits, event, turn))
         return event
 
