@@ -181,24 +181,27 @@ def differing(members: Sequence[Member], place: int, kinds: Sequence[object]) ->
     changed = [n for n in {**first.hp, **one.hp} if first.hp.get(n) != one.hp.get(n)]
     return [
         f"{name} ({first.hp.get(name)!r} there and {one.hp.get(name)!r} here)"
-        for name in _telling(changed, members, kinds) or changed
+        for name in _telling(changed, members, place, kinds) or changed
     ]
 
 
 def _telling(
-    names: Sequence[str], members: Sequence[Member], kinds: Sequence[object]
+    names: Sequence[str], members: Sequence[Member], place: int, kinds: Sequence[object]
 ) -> list[str]:
-    """Of ``names`` those whose value says of which kind a trial is, with the fewest values.
+    """Of ``names`` those whose value says which of the two kinds a trial is, with fewest values.
 
     A rate that is another one in each trial says so too, and is not what makes them differ.
     """
+    both = (kinds[0], kinds[place])
+    of_both = [(one, kind) for one, kind in zip(members, kinds, strict=True) if kind in both]
     counts = {}
     for name in names:
         of: dict[str, object] = {}
-        values = [repr(one.hp.get(name)) for one in members]
-        says = [
-            of.setdefault(value, kind) == kind for value, kind in zip(values, kinds, strict=True)
-        ]
-        if all(says):
+        if all(of.setdefault(repr(one.hp.get(name)), kind) == kind for one, kind in of_both):
             counts[name] = len(of)
-    return [name for name in counts if counts[name] == min(counts.values())]
+    told = [name for name in counts if counts[name] == min(counts.values())]
+    return [name for name in told if not _is_each_trials_own(name, members)] or told
+
+
+def _is_each_trials_own(name: str, members: Sequence[Member]) -> bool:
+    return len({repr(one.hp.get(name)) for one in members}) == len(members)
