@@ -230,7 +230,11 @@ def _changes(recorded: StudyRecord, merged: StudyRecord, longer: tuple[int, ...]
             "its hyperparameters, and keeps it."
         )
     if recorded.fuse not in (None, merged.fuse):
-        yield f"fuse={merged.fuse or 'off'}; it was {recorded.fuse or 'off'}."
+        yield (
+            f"fuse={merged.fuse or 'off'}; it was {recorded.fuse or 'off'}. Trials that have "
+            "begun stay in the width that they have, unless other bits are accepted "
+            "(--accept-numerics, accept_numerics=True)."
+        )
     yield from _checkpoint_changes(recorded, merged)
 
 

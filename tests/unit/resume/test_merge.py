@@ -89,6 +89,12 @@ def test_the_same_study_goes_on_where_it_was() -> None:
     assert merged.trials[1] == TrialSpec(number=1, hp={"lr": 0.2}, seed=1)
 
 
+STAYS = (
+    "Trials that have begun stay in the width that they have, unless other bits are accepted "
+    "(--accept-numerics, accept_numerics=True)."
+)
+
+
 @pytest.mark.parametrize(
     ("before", "asked", "then", "words"),
     [
@@ -96,8 +102,8 @@ def test_the_same_study_goes_on_where_it_was() -> None:
         (2, None, 2, ()),
         (None, 2, 2, ()),
         (2, 2, 2, ()),
-        (2, "auto", "auto", ("fuse=auto; it was 2.",)),
-        ("16/4/1", 0, 0, ("fuse=off; it was 16/4/1.",)),
+        (2, "auto", "auto", (f"fuse=auto; it was 2. {STAYS}",)),
+        ("16/4/1", 0, 0, (f"fuse=off; it was 16/4/1. {STAYS}",)),
         (0, None, 0, ()),
     ],
 )
