@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,9 @@ from typer.testing import CliRunner
 
 import shoal
 from shoal.core.errors import SpecError
+from shoal.export import export_trial
+from shoal.observe import read_outline
+from shoal.observe.snapshot import Snapshot
 from shoal.report import Report
 from shoal.runtime.pool import WorkerPool
 from shoal.source import load_study
@@ -79,6 +83,23 @@ def test_the_best_model_is_exported(place: Path, tmp_path: Path) -> None:
     found = load_file(tmp_path / "model" / "model.safetensors")
     expected = best.load().state_dict()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_model_finds_its_files_arguments_where_it_is_exported(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["shoal", "export", "steep", "best"])
+    seen: list[str] = []
+
+    def spying(*args, **options):
+        seen.extend(sys.argv)
+        return export_trial(*args, **options)
+
+    monkeypatch.setattr("shoal.ui.export.export_trial", spying)
+    words = ("--directory", str(place / "runs"))
+
+    assert _invoke("export", "steep", "best", str(tmp_path / "m"), *words)[0] == 0
+
+    recorded = Snapshot.of(read_outline(place / "runs" / "steep")).arguments
+    assert seen == [str(place / "steep.py"), *recorded]
 
 
 def test_a_trial_is_exported_by_its_number_and_told_as_json(place: Path, tmp_path: Path) -> None:
