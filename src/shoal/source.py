@@ -30,6 +30,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from shoal.core.commandline import arguments_of_main
 from shoal.core.errors import ShoalError, SpecError
 from shoal.core.studyfiles import DATABASE
 from shoal.frames import own_traceback
@@ -284,6 +285,14 @@ def _lasting(place: str) -> str:
     return str(Path(place).resolve()) if _is_file(place) else place
 
 
+_given: list[Sequence[str]] = []  # to files that are being imported
+
+
+def given_arguments() -> tuple[str, ...]:
+    """What a study's file was given; it may have taken some out of ``sys.argv`` by now."""
+    return tuple(_given[-1] if _given else arguments_of_main())
+
+
 def argv_of(place: str, arguments: Sequence[str]) -> list[str]:
     """What a file or module finds in ``sys.argv`` where Python runs it with these."""
     return [_lasting(place) if place else "", *arguments]
@@ -294,6 +303,7 @@ def _import(
 ) -> tuple[ModuleType, list[str]]:
     """A file or module that may read the arguments as it is imported; what it leaves of them."""
     before, sys.argv = sys.argv, argv_of(place, arguments)
+    _given.append(arguments)
     try:
         if _is_file(place):
             return _import_file(place, is_known=is_known), sys.argv
@@ -306,6 +316,7 @@ def _import(
             f"'shoal plan' give it those that stand after --: shoal run {place} -- --width 128."
         ) from ending
     finally:
+        _given.pop()
         sys.argv = before
 
 

@@ -47,7 +47,7 @@ from shoal.recipe import Recipe
 from shoal.report import Report, TrialResult, read_report
 from shoal.runtime.pool import WorkerPool
 from shoal.search.wanted import Wanted, check_search
-from shoal.source import stop_reading
+from shoal.source import given_arguments, stop_reading
 
 
 @names_what_is_meant(
@@ -165,6 +165,7 @@ class Study:
                 "keep_best=True goes by what evaluations find, and train_loss is the mean of the "
                 "steps before. Rank by another metric, such as valid_loss, or leave keep_best out."
             )
+        self.arguments = given_arguments()  # of the command line, to its file
         self.source = ""  # FILE.py:attribute, set by whoever loaded the study from a file
         self.search: Wanted = check_search(
             name=name,

@@ -272,3 +272,12 @@ def test_a_file_finds_its_own_arguments_and_not_those_of_shoal(
         load_study(path, ["--depth", "3"])
     assert "usage: mine.py" in capsys.readouterr().err
     assert sys.argv == ["shoal", "run", path]
+
+
+def test_what_a_file_takes_out_of_argv_was_given_to_its_study_all_the_same(tmp_path: Path) -> None:
+    body = TWO.replace("FIRST", "import sys; sys.argv = sys.argv[:1]").replace("SECOND", "")
+    path = _write(tmp_path, body)
+
+    loaded = load_study(f"{path}:second", ["--width", "5"])
+
+    assert (loaded.argv, loaded.study.arguments) == ([path], ("--width", "5"))

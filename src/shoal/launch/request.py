@@ -42,6 +42,7 @@ class Asked(Protocol):
     search: Wanted
     directory: Path
     source: str
+    arguments: tuple[str, ...]
     policy: CheckpointPolicy
 
     def limits(self) -> Limits: ...

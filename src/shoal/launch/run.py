@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import platform
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -392,7 +391,7 @@ class Run:
             source=study.source,
             recipe={} if study.source else name_recipe(study.recipe),
             by_epochs=study.epochs is not None,
-            arguments=tuple(sys.argv[1:]),
+            arguments=study.arguments,
             versions={
                 "torch": torch.__version__,
                 "python": platform.python_version(),
