@@ -28,6 +28,7 @@ from shoal.observe.states import STATES, in_order, study_state, trial_state
 from shoal.recipe import Recipe
 from shoal.resume.recipe import RecipeRecord, describe_recipe
 from shoal.resume.since import changed_since, changed_words
+from shoal.source import keeping_arguments
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -242,19 +243,18 @@ class TrialResult:
         return self.checkpoint
 
     def _build(self) -> nn.Module:
-        recipe = self._find_recipe()
         if isinstance(self._recipe, Recipe):
-            return _build_model(recipe, self.hp, self.seed)
-        before = _described(recipe)
-        model = _build_model(recipe, self.hp, self.seed)
+            return _build_model(self._recipe, self.hp, self.seed)
+        with keeping_arguments():
+            recipe = self._find_recipe()
+            before = _described(recipe)
+            model = _build_model(recipe, self.hp, self.seed)
         if (after := describe_recipe(recipe).digest) != before.digest:
             _left_by_loading[after] = before
         return model
 
     def _find_recipe(self) -> Recipe:
-        if isinstance(self._recipe, Recipe):
-            return self._recipe
-        origin = self._recipe or Origin()
+        origin = self._recipe if isinstance(self._recipe, Origin) else Origin()
         found = origin.recipe(self._checkpoint().parents[2])
         if found is None:
             raise SpecError(

@@ -293,6 +293,24 @@ def given_arguments() -> tuple[str, ...]:
     return tuple(_given[-1] if _given else arguments_of_main())
 
 
+_keeping: list[bool] = []  # for each ``keeping_arguments``, whether a file was imported yet
+
+
+@contextmanager
+def keeping_arguments() -> Iterator[None]:
+    """What the first file that is imported inside leaves in ``sys.argv`` is there to the end.
+
+    What it defines may read it only when it is called.
+    """
+    before = sys.argv
+    _keeping.append(False)
+    try:
+        yield
+    finally:
+        _keeping.pop()
+        sys.argv = before
+
+
 def argv_of(place: str, arguments: Sequence[str]) -> list[str]:
     """What a file or module finds in ``sys.argv`` where Python runs it with these."""
     return [_lasting(place) if place else "", *arguments]
@@ -302,7 +320,9 @@ def _import(
     place: str, arguments: Sequence[str], *, is_known: bool = False
 ) -> tuple[ModuleType, list[str]]:
     """A file or module that may read the arguments as it is imported; what it leaves of them."""
-    before, sys.argv = sys.argv, argv_of(place, arguments)
+    before = sys.argv
+    if not (_keeping and _keeping[-1]):
+        sys.argv = argv_of(place, arguments)
     _given.append(arguments)
     try:
         if _is_file(place):
@@ -317,7 +337,10 @@ def _import(
         ) from ending
     finally:
         _given.pop()
-        sys.argv = before
+        if _keeping:
+            _keeping[-1] = True
+        else:
+            sys.argv = before
 
 
 def _import_file(place: str, *, is_known: bool = False) -> ModuleType:

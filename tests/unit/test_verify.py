@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 import shoal
 import shoal.verify.compare
+import shoal.verify.proof
 from shoal import verify
 from shoal.core.errors import SpecError, StorageError
 from shoal.core.event import (
@@ -152,7 +154,7 @@ class _Study:
     results: dict[int, Any] = field(default_factory=dict)
     trials: int = 3
 
-    def write(self, events: Iterable[Event], source: str = "") -> None:
+    def write(self, events: Iterable[Event], source: str = "", arguments: Any = ()) -> None:
         (self.place / "there").mkdir(parents=True, exist_ok=True)
         with Database(self.place) as log:
             log.write(
@@ -165,6 +167,7 @@ class _Study:
                         trials=self.trials,
                         devices=(),
                         source=source,
+                        arguments=arguments,
                         versions={},
                     ),
                     *events,
@@ -586,6 +589,28 @@ def test_a_verification_leaves_the_process_as_it_was(
 
     assert COUNTS == {"calls": 5}
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_recipe_finds_its_arguments_whenever_it_looks(
+    empty: _Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "late.py"
+    file.write_text(
+        "import sys, shoal\nsys.argv.remove('--quiet')\n"
+        "recipe = shoal.Recipe(model=lambda hp: None, data=lambda hp: None)\n"
+        "study = shoal.Study('s', recipe, space={'lr': 0.1}, steps=1)\n"
+    )
+    empty.write(empty.add(0, _trained(0)), f"{file}:study", ("--quiet", "--width", "5"))
+    monkeypatch.setattr(sys, "argv", ["notebook", "--mine"])
+    found: list[list[str]] = []
+    same = verify.TrialVerdict(number=0, steps=STEPS)
+    monkeypatch.setattr(
+        shoal.verify.proof, "verify_trials", lambda *_, **__: found.append([*sys.argv]) or [same]
+    )
+
+    assert shoal.open(empty.place).verify()
+    assert found == [[str(file), "--width", "5"]]
+    assert sys.argv == ["notebook", "--mine"]
 
 
 def test_a_notebook_shows_reports_and_verifications_as_print_does(study: _Study) -> None:

@@ -14,7 +14,7 @@ from shoal.observe.snapshot import Snapshot
 from shoal.report import Report, TrialResult, read_report
 from shoal.resume.recipe import describe_recipe
 from shoal.resume.since import changed_since, changed_words
-from shoal.source import argv_of
+from shoal.source import keeping_arguments
 from shoal.ui.failures import ExitCode
 from shoal.ui.studies import find_recorded
 from shoal.verify import recorded_recipe
@@ -57,11 +57,9 @@ def export_model(
     ``at_best``: as its best evaluation found it, and the best trial by that.
     """
     place = find_recorded(name, directory)
-    snapshot = Snapshot.of(read_outline(place))
-    source = file or snapshot.source
-    sys.argv[:] = argv_of(source.rpartition(":")[0] or source, snapshot.arguments)
-    with contextlib.redirect_stdout(sys.stderr):  # what a model prints is no answer
-        recipe, _ = recorded_recipe(place, snapshot, file)
+    # What a model prints is no answer.
+    with contextlib.redirect_stdout(sys.stderr), keeping_arguments():
+        recipe, _ = recorded_recipe(place, Snapshot.of(read_outline(place)), file)
         report = read_report(place, recipe=recipe)
         report = report.at_best() if at_best else report
         trial = choose_trial(report, which)

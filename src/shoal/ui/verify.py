@@ -15,7 +15,7 @@ from shoal.core.units import counted
 from shoal.observe import jsonl
 from shoal.observe.rows import TrialRow, TrialState
 from shoal.observe.snapshot import Snapshot
-from shoal.source import argv_of
+from shoal.source import keeping_arguments
 from shoal.ui.failures import ExitCode
 from shoal.ui.show import read_snapshot
 from shoal.ui.studies import find_recorded
@@ -55,10 +55,9 @@ def verify_study(
     rows = rows_to_verify(place, snapshot, count, trials or ())
     settings = settings_of(snapshot)
     print(_introduction(snapshot, place, rows, chosen=not trials), file=sys.stderr)
-    source = file or snapshot.source
-    sys.argv[:] = argv_of(source.rpartition(":")[0] or source, snapshot.arguments)
     verdicts, out = [], sys.stdout
-    with contextlib.redirect_stdout(sys.stderr):  # what a model prints is no answer
+    # What a model prints is no answer.
+    with contextlib.redirect_stdout(sys.stderr), keeping_arguments():
         for row, verdict in zip(rows, verify_trials(place, rows, file=file), strict=True):
             verdicts.append(verdict)
             if not as_json:

@@ -14,6 +14,7 @@ from shoal.observe.reader import read_outline
 from shoal.observe.snapshot import Snapshot
 from shoal.pystate import Ambient
 from shoal.recipe import Recipe
+from shoal.source import keeping_arguments
 from shoal.verify.choose import rows_to_verify
 from shoal.verify.compare import TrialVerdict, verify_trials
 from shoal.verify.record import recorded_recipe
@@ -59,10 +60,11 @@ def verify_report(
     snapshot = Snapshot.of(read_outline(place))
     count, numbers = (trials, ()) if isinstance(trials, int) else (None, trials or ())
     rows = rows_to_verify(place, snapshot, count, numbers)
-    if not isinstance(recipe, Recipe):
-        recipe, _ = recorded_recipe(place, snapshot, None)
-    with _as_it_was(recipe):
-        verdicts = tuple(verify_trials(place, rows, recipe=recipe))
+    with keeping_arguments():
+        if not isinstance(recipe, Recipe):
+            recipe, _ = recorded_recipe(place, snapshot, None)
+        with _as_it_was(recipe):
+            verdicts = tuple(verify_trials(place, rows, recipe=recipe))
     if all(verdict.skipped for verdict in verdicts):
         raise SpecError(nothing_compared(verdicts))
     return Verification(verdicts=verdicts, settings=settings_of(snapshot))

@@ -42,12 +42,12 @@ def ended(trial, seconds, **metrics):
     ]  # fmt: skip
 
 
-def study_events(metric="valid_loss", mode="min", source=""):
+def study_events(metric="valid_loss", mode="min", source="", arguments=()):
     return [
         StudyStarted(
             time=0.0, study="digits", metric=metric, mode=mode, trials=5,
             devices=({"name": "cpu:0", "kind": "virtual", "memory": 12 << 20, "threads": 1},),
-            source=source, versions={},
+            source=source, versions={}, arguments=arguments,
         ),
         *planned(0, lr=1e-3, width=64),
         *planned(1, lr=1 / 3000, width=128),

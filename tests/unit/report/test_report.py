@@ -229,7 +229,7 @@ def test_a_study_made_interactively_asks_for_its_recipe(with_checkpoint):
         read_report(with_checkpoint()).best.load()
 
 
-def test_a_study_from_a_file_imports_its_recipe_again(
+def test_a_study_from_a_file_imports_its_recipe_again_with_its_arguments(
     with_checkpoint, tmp_path_factory, monkeypatch
 ):
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -237,13 +237,17 @@ def test_a_study_from_a_file_imports_its_recipe_again(
     script = tmp_path_factory.mktemp("elsewhere") / "train.py"
     script.write_text(SCRIPT)
     monkeypatch.setitem(sys.modules, "shoal.study", FakeStudyModule)
+    before = list(sys.argv)
 
-    model = read_report(with_checkpoint(source=f"{script}:study")).best.load()
+    given = {"source": f"{script}:study", "arguments": ("--tied",)}
+    model = read_report(with_checkpoint(**given)).best.load()
 
     assert type(model).__name__ == "Tied"
+    assert sys.argv == before
 
 
 SCRIPT = textwrap.dedent("""
+    import sys
     from torch import nn
     from shoal.recipe import Recipe
     from shoal.study import Study
@@ -251,6 +255,7 @@ SCRIPT = textwrap.dedent("""
     class Tied(nn.Module):
         def __init__(self, width):
             super().__init__()
+            assert sys.argv[1:] == ["--tied"]
             self.embed = nn.Embedding(8, width)
             self.norm = nn.BatchNorm1d(width)
             self.head = nn.Linear(width, 8, bias=False)
