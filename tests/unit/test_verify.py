@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -589,6 +590,20 @@ def test_a_verification_leaves_the_process_as_it_was(
 
     assert COUNTS == {"calls": 5}
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_trials_are_a_number_or_numbers_of_any_kind(study: _Study) -> None:
+    report = shoal.open(study.place, recipe=RECIPE)
+
+    def verified(trials: Any) -> list[int]:
+        return sorted(verdict.number for verdict in report.verify(trials).verdicts)
+
+    assert len(verified(np.int64(1))) == 1
+    assert verified(np.array([2, 1])) == [1, 2]
+    assert len(verified([])) == 2
+    for wrong in ("1", True, [True, False], 1.0, ["1"], {1: 2}, np.True_):
+        with pytest.raises(SpecError, match=r"verify\(3\), or the numbers .*; got "):
+            report.verify(wrong)
 
 
 def test_a_recipe_finds_its_arguments_whenever_it_looks(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,11 +55,11 @@ def verify_report(
     """Train ``trials`` again in this process and compare; a number is how many.
 
     Raises:
-        SpecError: there is no such trial, none could be compared, or nothing says what the
-            recipe is.
+        SpecError: there is no such trial, none could be compared, nothing says what the
+            recipe is, or ``trials`` is neither a number nor numbers.
     """
     snapshot = Snapshot.of(read_outline(place))
-    count, numbers = (trials, ()) if isinstance(trials, int) else (None, trials or ())
+    count, numbers = _asked_for(trials)
     rows = rows_to_verify(place, snapshot, count, numbers)
     with keeping_arguments():
         if not isinstance(recipe, Recipe):
@@ -68,6 +69,31 @@ def verify_report(
     if all(verdict.skipped for verdict in verdicts):
         raise SpecError(nothing_compared(verdicts))
     return Verification(verdicts=verdicts, settings=settings_of(snapshot))
+
+
+def _asked_for(trials: Any) -> tuple[int | None, Sequence[int]]:
+    """How many trials, or which; numbers of any kind, also NumPy's."""
+    if trials is None:
+        return None, ()
+    if (count := _whole(trials)) is not None:
+        return count, ()
+    is_several = isinstance(trials, Iterable) and not isinstance(trials, str | bytes | Mapping)
+    numbers = [_whole(one) for one in trials] if is_several else [None]
+    if None in numbers:
+        raise SpecError(
+            "verify takes how many trials, verify(3), or the numbers of those, verify([0, 4]); "
+            f"got {trials!r}."
+        )
+    return None, [number for number in numbers if number is not None]
+
+
+def _whole(value: Any) -> int | None:
+    if isinstance(value, bool):  # an int to Python, and no number of trials
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
 
 
 @contextmanager
