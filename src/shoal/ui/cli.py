@@ -33,6 +33,7 @@ from shoal.ui.options import (
     Directory,
     Exact,
     File,
+    FileCommand,
     Fuse,
     HostMemory,
     Name,
@@ -163,7 +164,7 @@ class _Again(NamedTuple):
             )
 
 
-@app.command()
+@app.command(cls=FileCommand)
 def run(
     file: File,
     arguments: Arguments = None,
@@ -209,7 +210,7 @@ def run(
     raise typer.Exit(code)
 
 
-@app.command(short_help="Show how a study would run, and why.")
+@app.command(cls=FileCommand, short_help="Show how a study would run, and why.")
 def plan(
     file: File,
     arguments: Arguments = None,

@@ -5,8 +5,27 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from typer.core import TyperCommand
 
 FILE_HELP = "FILE.py or FILE.py:attribute, a file that defines a shoal.Study."
+
+
+class FileCommand(TyperCommand):
+    """A verb that takes a file, and what that is to find in ``sys.argv``, after --."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        """Refuse what only looks as if it were for the file."""
+        behind = args[args.index("--") + 1 :] if "--" in args else []
+        rest = super().parse_args(ctx, args)
+        given = [*(ctx.params.get("arguments") or ())]
+        if len(given) > len(behind):
+            ctx.fail(
+                f"Got unexpected extra argument ({given[0]}). What the file is to find in "
+                f"sys.argv stands after --: shoal {ctx.info_name} FILE.py -- {given[0]}"
+            )
+        return rest
+
+
 STUDY_HELP = "A study's name under --directory, or its own directory."
 
 File = Annotated[str, typer.Argument(metavar="FILE.py[:STUDY]", help=FILE_HELP)]

@@ -391,3 +391,14 @@ def test_doctor_reports_every_check_as_json() -> None:
     names = {check["name"] for check in checks}
     assert {"python", "torch", "cores", "memory", "devices", "fused AdamW", "link"} <= names
     assert all(check["status"] in ("OK", "WARN") for check in checks)
+
+
+@pytest.mark.parametrize("verb", ["run", "plan"])
+@pytest.mark.parametrize("behind", [(), ("--", "c")])
+def test_what_is_for_the_file_stands_behind_two_dashes(verb: str, behind: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(app, [verb, "a.py", "b.py", *behind])
+
+    assert result.exit_code == ExitCode.USAGE
+    words = " ".join(result.stderr.split())
+    assert "unexpected extra argument (b.py)" in words
+    assert f"stands after --: shoal {verb} FILE.py -- b.py" in words

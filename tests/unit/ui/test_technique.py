@@ -34,7 +34,7 @@ class Asked:
 @pytest.fixture
 def asked(monkeypatch):
     study = Asked()
-    monkeypatch.setattr(train, "open_study", lambda file: study)
+    monkeypatch.setattr(train, "open_study", lambda file, arguments: study)
     return study.asked
 
 
