@@ -360,3 +360,30 @@ def test_a_large_buffer_of_a_slot_that_waits_is_not_written():
 
     assert torch.equal(array.extract(1)["model"]["bank"], before)
     assert not torch.equal(array.extract(0)["model"]["bank"], before)
+
+
+class Leaving(Net):
+    """Leaves where its batch is odd, and writes nothing."""
+
+    def forward(self, x):
+        if (x.abs() > 1e20).any():
+            raise SystemExit("odd")
+        return self.layer(x)
+
+
+class Counting(Leaving):
+    """Writes as well."""
+
+    def forward(self, x):
+        self.last = x.shape
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [Leaving, Counting])
+def test_code_that_leaves_where_it_goes_another_way_keeps_nobody_from_an_array(kind):
+    recipe = replace(RECIPE, loss=lambda output, batch: output.square().mean())
+    made = [replace(member(None), recipe=recipe) for _ in range(3)]
+    for one in made:
+        one.module.__class__ = kind
+
+    assert dry_run(made, batches()) == ""

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import dis
+import functools
+import inspect
+import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from shoal.core.codes import codes_in, names_in
 from shoal.fusion.batches import changed_by
+from shoal.fusion.globals import MAKING
 from shoal.fusion.mode import ASKING, READING
+from shoal.libraries import is_library
 from shoal.recipe import Batch, Fed, Recipe, model_inputs
 
 MOST_ANSWERS = 64
@@ -21,6 +28,30 @@ MOST_ANSWERS = 64
 MOST_WAYS = 8
 """So many answers are given another value each by itself: a check before them may raise."""
 _VALUES = (int, float, str)  # and bool
+_WRITING = frozenset(
+    (
+        *("setattr", "__dict__", "append", "appendleft", "extend", "insert", "update", "add"),
+        *("setdefault", "pop", "popleft", "clear", "copy_", "add_", "mul_", "fill_", "lerp_"),
+    )
+)
+"""Names in code that writes to what an attribute holds."""
+
+
+def may_keep(module: nn.Module) -> bool:
+    """Whether code of a module, but for making it, seems to write to attributes."""
+    methods = (
+        v for kind in type(module).__mro__ if not is_library(kind) for v in vars(kind).items()
+    )
+    functions = (inspect.unwrap(v) for name, v in methods if callable(v) and name not in MAKING)
+    return any(_keeps(f.__code__) for f in functions if isinstance(f, types.FunctionType))
+
+
+@functools.lru_cache(maxsize=4096)
+def _keeps(code: types.CodeType) -> bool:
+    steps = (step.opname for one in codes_in(code) for step in dis.get_instructions(one))
+    return not _WRITING.isdisjoint(names_in(code)) or any(
+        step in ("STORE_ATTR", "STORE_SUBSCR", "DELETE_ATTR") for step in steps
+    )
 
 
 def other_ways(

@@ -24,7 +24,7 @@ from shoal.fusion.hooked import HOOKED, tensor_hooks
 from shoal.fusion.likeness import copies, numpy_stream
 from shoal.fusion.loop import lone_pass
 from shoal.fusion.member import Member, in_streams
-from shoal.fusion.otherways import OtherAnswers, other_ways, with_other_numbers
+from shoal.fusion.otherways import OtherAnswers, may_keep, other_ways, with_other_numbers
 from shoal.fusion.passing import handed_on
 from shoal.fusion.signature import described
 from shoal.recipe import autocast, model_inputs, tensors_of
@@ -236,8 +236,11 @@ def _change_another_way(member: Member, batch: Any, device: torch.device) -> str
     """What forwards keep of their batches where they go as they may with later ones.
 
     ``if not begins: self.h = ...`` changes nothing in the first batch of an epoch. What is laid up
-    once is the same of any batch, and each trial's own there is asked about above.
+    once is the same of any batch, and each trial's own there is asked about above. Code that keeps
+    nothing is not asked: what it does where it goes another way may be to write a file.
     """
+    if not any(map(may_keep, member.module.modules())):
+        return ""
     member.module.train()
     with in_streams(member, device):
         ways = list[Any]() if member.recipe.step else other_ways(member.recipe, batch)
@@ -250,7 +253,7 @@ def _change_another_way(member: Member, batch: Any, device: torch.device) -> str
                 ]
         except torch.OutOfMemoryError:
             raise
-        except Exception:  # it would not be given that, maybe
+        except (Exception, SystemExit):  # it would not be given that, maybe
             continue
         if isinstance(mode, OtherAnswers) and not mode.asked:
             break

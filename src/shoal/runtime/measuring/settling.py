@@ -95,7 +95,7 @@ def _outcome_if_any(
     """None where the model's code raises."""
     try:
         return _outcome(model, recipe, batch)
-    except Exception:  # it would not be given that, maybe
+    except (Exception, SystemExit):  # it would not be given that, maybe
         return None
 
 
