@@ -52,6 +52,10 @@ class Definitions:
         found = self._read(file_of(owner)).constants.get(name)
         return ast.Module(body=list(found), type_ignores=[]) if found else None
 
+    def read_at_top(self, owner: Any, name: str) -> set[str]:
+        """The attributes of a global that the file of ``owner`` reads outside of definitions."""
+        return self._read(file_of(owner)).read_at_top(name)
+
     def _read(self, path: str) -> _File:
         if path not in self._files:
             self._files[path] = _File(path)
@@ -84,6 +88,17 @@ class _File:
             and all(_covers(node.body, span) for span in spans)
         ]
         return min(found, key=lambda node: len(ast.unparse(node)), default=None)
+
+    def read_at_top(self, name: str) -> set[str]:
+        """Attributes of a name that are read outside of definitions."""
+        waiting: list[ast.AST] = [self._tree]
+        found = set[str]()
+        while waiting:
+            node = waiting.pop()
+            if isinstance(node, ast.Attribute) and _dotted(node.value) == name:
+                found.add(node.attr)
+            waiting += [n for n in ast.iter_child_nodes(node) if not isinstance(n, _NAMED)]
+        return found
 
     def _add_definitions(self, parent: ast.AST, prefix: str) -> None:
         for node in ast.iter_child_nodes(parent):

@@ -19,7 +19,7 @@ from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from shoal.core.closures import closed_over
-from shoal.core.codes import found_by_name
+from shoal.core.codes import codes_in, found_by_name
 from shoal.resume.code import (
     Definitions,
     digest_of,
@@ -54,6 +54,7 @@ class Walk:
         self._names: dict[int, str] = {}  # of the definitions that were met, by identity
         self._met: list[Any] = []  # the same, kept so that no identity comes twice
         self._waiting: deque[Any] = deque()
+        self._handed: dict[str, tuple[Any, str, Namespace]] = {}  # on as a whole, by place
         self.sources: dict[str, str] = {}
 
     def follow_all(self) -> None:
@@ -61,12 +62,26 @@ class Walk:
         while self._waiting:
             if len(self.sources) >= MAX_SOURCES:
                 self.sources["..."] = f"more than {MAX_SOURCES} definitions"
-                return
+                break
             definition = self._waiting.popleft()
             if isinstance(definition, type):
                 self._follow_class(definition)
             else:
                 self._follow_function(definition)
+        for lasting, (owner, name, value) in self._handed.items():
+            needed = self._needed(owner, name, value)
+            self.sources[lasting] = f"{name} = {self._named(name, needed)}"
+
+    def _needed(self, owner: Any, name: str, value: Namespace) -> Namespace:
+        """Without what the file reads for itself, and no code that was met: a study's length.
+
+        Nobody knows what becomes of the rest where it is handed on.
+        """
+        methods = [m for one in self._met if isinstance(one, type) for m in _methods(one)]
+        codes = [one.__code__ for one in (*self._met, *methods) if isinstance(one, FunctionType)]
+        read = {word for code in codes for one in codes_in(code) for word in one.co_names}
+        for_file = self._files.read_at_top(owner, name) - read
+        return Namespace(**{k: v for k, v in vars(value).items() if k not in for_file})
 
     # -- values in words ----------------------------------------------------------------------
 
@@ -220,7 +235,12 @@ class Walk:
         lasting = self._home.name(owner, name)
         if lasting in self.sources:
             return
-        is_told = is_plain(value) or isinstance(value, Namespace)  # and no line says it
+        if isinstance(value, Namespace):  # no line says it; what it is to hold is known at the end
+            self.describe(value)
+            self._handed[lasting] = owner, name, value
+            self.sources[lasting] = ""
+            return
+        is_told = is_plain(value)
         written = None if is_told else self._files.constant(owner, name)
         if written is not None:
             self.sources[lasting] = text_of(written)

@@ -353,6 +353,9 @@ def test_of_the_command_line_what_code_reads_is_recorded(
     assert given("--width", "5").sources["args.width"] == "args.width = 5"
     whole = text.replace("return args.width", "return Net(args)")
     assert not given(text=whole).is_same(given("--out", "elsewhere", text=whole))
+    used = f"{whole}print(args.out, args.width)\ndef Net(cfg): return cfg.width\n"
+    assert given(text=used).is_same(given("--out", "elsewhere", text=used))
+    assert not given(text=used).is_same(given("--width", "5", text=used))
 
 
 def test_a_constant_from_outside_is_its_value(
