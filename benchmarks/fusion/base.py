@@ -23,7 +23,7 @@ from torch.nn import functional as F
 import shoal
 from shoal.fusion import Member
 from shoal.fusion.array import Array
-from shoal.recipe import HyperParameters
+from shoal.recipes.recipe import HyperParameters
 from shoal.rng import capture_rng, seed_all
 
 RANK = 8

@@ -30,13 +30,13 @@ from workloads import WORKLOADS, Workload, loss
 import common
 from shoal.core.spec import PassKind
 from shoal.fusion import Array, Declined, Member, backend_of
-from shoal.fusion.compiled import compiler
-from shoal.optimizers import build_optimizer_of
-from shoal.ownstep import Modes
-from shoal.recipe import Recipe
+from shoal.fusion.graphs.compiled import compiler
+from shoal.recipes.optimizers import build_optimizer_of
+from shoal.recipes.ownstep import Modes
+from shoal.recipes.recipe import Recipe
+from shoal.recipes.several import Models
 from shoal.rng import capture_rng
 from shoal.runtime.capture.captures import Captures
-from shoal.several import Models
 from shoal.workerenv import warm_up, worker_environment
 
 BEST = "serial, fused AdamW"

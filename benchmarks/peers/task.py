@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import shoal.recipe
+import shoal.recipes.recipe
 from shoal.examples.gpt import GPT, VOCABULARY, next_byte_loss
-from shoal.recipe import Recipe
+from shoal.recipes.recipe import Recipe
 
 Batch = tuple[Tensor, Tensor]
 
@@ -86,7 +86,7 @@ class Task:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The precision of shoal's recipe, for a loop of one's own."""
-        return shoal.recipe.autocast(self.recipe(), torch.device(self.device))
+        return shoal.recipes.recipe.autocast(self.recipe(), torch.device(self.device))
 
     def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
         """The kernels that every arm steps with; shoal's default makes the same."""

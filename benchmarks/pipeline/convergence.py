@@ -38,7 +38,7 @@ from shoal.examples.gpt import (
     next_byte_loss,
     read_library,
 )
-from shoal.recipe import HP, Recipe
+from shoal.recipes.recipe import HP, Recipe
 from shoal.testing import evaluate, plain_2bw_loop, plain_loop
 
 RULES = ("synchronous", "2bw", "2bw predicted")

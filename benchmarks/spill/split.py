@@ -26,8 +26,8 @@ from shoal.core.technique import Spilled
 from shoal.memory.layout import TrialLayout, as_it_travels, lay_out, split_bytes
 from shoal.memory.split import split_weights, write_params
 from shoal.memory.store import Region, create_region, describe
-from shoal.runtime.binding import Binding
-from shoal.runtime.placed import Placed, place_on_host
+from shoal.runtime.placing.binding import Binding
+from shoal.runtime.placing.placed import Placed, place_on_host
 
 WIDTH, MATRICES = 2048, 4
 WHOLE, SPLIT = "float32 and a bfloat16 copy", "in two parts"

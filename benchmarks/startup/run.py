@@ -20,9 +20,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import common
 from shoal.forkserver import ForkServer, WorkerProcess
 from shoal.observe import read_events
-from shoal.runtime.channel import Channel
-from shoal.runtime.messages import RECORDER, Ready
 from shoal.runtime.pool import MODULE
+from shoal.runtime.wire.channel import Channel
+from shoal.runtime.wire.messages import RECORDER, Ready
 from shoal.workerenv import worker_environment
 
 STUDY = """

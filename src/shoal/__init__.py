@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from shoal.core.stale import Stale
     from shoal.core.technique import Captured, DataParallel, Pipelined, Resident, Spilled
     from shoal.hardware import Hardware
-    from shoal.recipe import Recipe
+    from shoal.recipes.recipe import Recipe
+    from shoal.recipes.wholeset import WholeSet
     from shoal.report import Report, TrialResult
     from shoal.search.pbt import PBT
     from shoal.search.space import choice, grid, integer, log_uniform, uniform
     from shoal.study import Study, open
-    from shoal.wholeset import WholeSet
 
 __version__ = "0.1.0"
 
@@ -75,12 +75,12 @@ _HOMES = {
     "shoal.core.stale": ("Stale",),
     "shoal.core.technique": ("Captured", "DataParallel", "Pipelined", "Resident", "Spilled"),
     "shoal.hardware": ("Hardware",),
-    "shoal.recipe": ("Recipe",),
+    "shoal.recipes.recipe": ("Recipe",),
     "shoal.report": ("Report", "TrialResult"),
     "shoal.search.pbt": ("PBT",),
     "shoal.search.space": ("choice", "grid", "integer", "log_uniform", "uniform"),
     "shoal.study": ("Study", "open"),
-    "shoal.wholeset": ("WholeSet",),
+    "shoal.recipes.wholeset": ("WholeSet",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 

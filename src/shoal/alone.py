@@ -16,10 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.bound import bound, clip_limit
 from shoal.core.errors import SpecError, TrialError
 from shoal.core.spec import Place
-from shoal.ownstep import (
+from shoal.pipeline.sums import CopiesInTurn
+from shoal.pystate import Attributes, ambient
+from shoal.recipes.bound import bound, clip_limit
+from shoal.recipes.ownstep import (
     Losses,
     Modes,
     OwnStep,
@@ -29,9 +31,7 @@ from shoal.ownstep import (
     require_evaluation,
     summed_up,
 )
-from shoal.pipeline.sums import CopiesInTurn
-from shoal.pystate import Attributes, ambient
-from shoal.recipe import (
+from shoal.recipes.recipe import (
     HP,
     Batch,
     Recipe,
@@ -45,10 +45,23 @@ from shoal.recipe import (
     rounding_of,
     to_device,
 )
+from shoal.recipes.schedules import (
+    advance,
+    build_schedule,
+    catch_up,
+    state_of_schedule,
+    steps_of_epoch,
+)
+from shoal.recipes.steppers import (
+    Stepper,
+    WhichWeights,
+    copy_model,
+    copy_state,
+    make_stepper,
+    versions_of,
+)
 from shoal.replicas import Replicas
 from shoal.rng import RngState, capture_rng, restore_rng, seed_all
-from shoal.schedules import advance, build_schedule, catch_up, state_of_schedule, steps_of_epoch
-from shoal.steppers import Stepper, WhichWeights, copy_model, copy_state, make_stepper, versions_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ from shoal.hardware import Hardware
 from shoal.observe.lock import StudyLock
 from shoal.observe.reader import read_outline
 from shoal.observe.snapshot import Snapshot
-from shoal.recipe import HP, Recipe
+from shoal.recipes.recipe import HP, Recipe
 from shoal.search.space import grid
 from shoal.study import Study
 

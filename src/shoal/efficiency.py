@@ -21,7 +21,7 @@ from shoal.core.stale import Stale
 from shoal.core.units import counted
 from shoal.core.values import flag, items, plain, whole
 from shoal.plain import plain_2bw_loop, plain_loop
-from shoal.recipe import HP, Recipe
+from shoal.recipes.recipe import HP, Recipe
 
 FEWEST = 20  # steps: of fewer a curve says nothing
 WINDOW = 10  # of the steps one in so many is the window

@@ -22,11 +22,11 @@ from shoal.core.errors import SpecError
 from shoal.core.seats import Epoch
 from shoal.core.spec import HyperParameters, PassKind, Place
 from shoal.fusion import Inherited, SlotPlace, train_in_slot
-from shoal.pieces import in_pieces
 from shoal.pystate import ambient
-from shoal.recipe import HP, Recipe
+from shoal.recipes.pieces import in_pieces
+from shoal.recipes.recipe import HP, Recipe
+from shoal.recipes.steppers import WhichWeights, copy_model, copy_state
 from shoal.rng import seed_all
-from shoal.steppers import WhichWeights, copy_model, copy_state
 
 
 def plain_loop(

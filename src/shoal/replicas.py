@@ -33,10 +33,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shoal.core.errors import TrialError
-from shoal.recipe import Batch, Recipe, autocast, compute_loss, model_inputs, to_device
+from shoal.recipes.recipe import Batch, Recipe, autocast, compute_loss, model_inputs, to_device
+from shoal.recipes.steppers import Stepper
+from shoal.recipes.subsets import clip_factor
 from shoal.rng import capture_rng, restore_rng, seed_all
-from shoal.steppers import Stepper
-from shoal.subsets import clip_factor
 
 
 class Piece(NamedTuple):

@@ -19,13 +19,13 @@ from shoal.core.errors import SpecError, last_words
 from shoal.core.spec import HyperParameters, Scalar
 from shoal.core.studyfiles import DATABASE
 from shoal.core.units import counted, format_bytes, format_seconds, format_value
-from shoal.named import Origin
 from shoal.observe import jsonl
 from shoal.observe.reader import read_events
 from shoal.observe.rows import TrialRow, TrialState
 from shoal.observe.snapshot import Snapshot
 from shoal.observe.states import STATES, in_order, study_state, trial_state
-from shoal.recipe import Recipe
+from shoal.recipes.named import Origin
+from shoal.recipes.recipe import Recipe
 from shoal.resume.recipe import RecipeRecord, describe_recipe
 from shoal.resume.since import changed_since, changed_words
 from shoal.source import keeping_arguments
@@ -99,7 +99,7 @@ class TrialResult:
         Raises:
             SpecError: no checkpoint, no recipe, or a recipe whose model has other weights.
         """
-        from shoal.several import Models  # lazy: see ``_read_weights``
+        from shoal.recipes.several import Models  # lazy: see ``_read_weights``
 
         model = self._load_whole()
         return dict(model.named()) if isinstance(model, Models) else model
@@ -294,8 +294,8 @@ def _build_model(recipe: Recipe, hp: Mapping[str, Scalar], seed: int) -> nn.Modu
     """The module as the trial built it, without a trace in the random streams."""
     from torch import nn  # lazy: see ``_read_weights``
 
+    from shoal.recipes.several import Models
     from shoal.rng import capture_rng, restore_rng, seed_all
-    from shoal.several import Models
 
     before = capture_rng()
     seed_all(seed)

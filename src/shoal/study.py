@@ -27,7 +27,7 @@ from shoal.execution.floor import Sink
 from shoal.execution.run import Limits
 from shoal.frames import UsersFrames
 from shoal.hardware import Hardware
-from shoal.kernelchoice import only_deterministic
+from shoal.kernels.kernelchoice import only_deterministic
 from shoal.launch.checks import (
     check_directory,
     check_length,
@@ -43,7 +43,7 @@ from shoal.launch.run import Run
 from shoal.launch.saving import interval_of, with_interval
 from shoal.launch.sinks import Callback
 from shoal.launch.wishes import refuse_useless, strictly, technique_of, wish_of
-from shoal.recipe import Recipe
+from shoal.recipes.recipe import Recipe
 from shoal.report import Report, TrialResult, read_report
 from shoal.runtime.pool import WorkerPool
 from shoal.search.wanted import Wanted, check_search

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from shoal.recipe import Recipe
+from shoal.recipes.recipe import Recipe
 
 MARK = 999.0  # the value that tells the model: now
 WIDTH = 16

@@ -12,7 +12,7 @@ from typing import Any
 import staged
 
 import shoal
-from shoal.recipe import Recipe
+from shoal.recipes.recipe import Recipe
 from shoal.testing import assert_same, plain_data_parallel_loop
 from shoal.verify import read_losses
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
-from shoal.recipe import Recipe
+from shoal.recipes.recipe import Recipe
 
 KINDS = ("gan", "distillation", "actor-critic", "target", "autocast")
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import shoal
 from shoal.observe import read_outline
 from shoal.observe.snapshot import Snapshot
-from shoal.recipe import Recipe
+from shoal.recipes.recipe import Recipe
 from shoal.testing import PlainTrial, assert_same, plain_population
 from shoal.verify import read_losses
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
-from shoal.recipe import Recipe
+from shoal.recipes.recipe import Recipe
 
 EPOCHS, TRIALS, GENERATION = 4, 11, 3
 SPACE = {

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 import shoal
 from shoal.core.event import WorkerStarted
 from shoal.core.technique import Schedule
-from shoal.recipe import Recipe
+from shoal.recipes.recipe import Recipe
 from shoal.runtime import loop, reports
 from shoal.runtime.gangs import desk as gangdesk
 from shoal.runtime.gangs import replica, spilledstages, stage

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
 from shoal.observe import read_events
-from shoal.recipe import Recipe
+from shoal.recipes.recipe import Recipe
 from shoal.runtime.saving import saver
 from shoal.testing import assert_same, plain_loop
 from shoal.verify import read_losses

@@ -16,7 +16,7 @@ from processes import Runner
 
 import shoal
 from shoal.core.event import TrialFinished, WorkerDied
-from shoal.fusion.compiled import compiler
+from shoal.fusion.graphs.compiled import compiler
 from shoal.observe import read_outline
 from shoal.observe.snapshot import Snapshot
 from shoal.testing import array_loop, assert_same

@@ -37,9 +37,9 @@ from shoal.core.event import (
     TrialStopped,
 )
 from shoal.execution import floor
-from shoal.optimizers import build_optimizer
+from shoal.recipes.optimizers import build_optimizer
+from shoal.recipes.schedules import build_schedule
 from shoal.rng import seed_all
-from shoal.schedules import build_schedule
 from shoal.testing import assert_same, plain_loop
 from shoal.ui.control import (
     clone_command,

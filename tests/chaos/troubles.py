@@ -18,9 +18,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from shoal.recipe import Recipe
+from shoal.recipes.recipe import Recipe
 from shoal.runtime.measuring import describe
-from shoal.runtime.parking import Parking
+from shoal.runtime.seats.parking import Parking
 
 WIDTH, ROWS, FEATURES = 64, 4, 12
 MARK = 999.0  # the value that tells the model: now

@@ -19,12 +19,12 @@ from shoal.core.errors import TrialError
 from shoal.core.spec import HyperParameters
 from shoal.fusion import Array, Member, backend_of
 from shoal.fusion.batches import layout_of
-from shoal.optimizers import build_optimizer_of
-from shoal.ownstep import Modes
-from shoal.recipe import Recipe, build_model, read_data
+from shoal.recipes.optimizers import build_optimizer_of
+from shoal.recipes.ownstep import Modes
+from shoal.recipes.recipe import Recipe, build_model, read_data
+from shoal.recipes.schedules import build_schedule
 from shoal.rng import capture_rng, restore_rng, seed_all
 from shoal.runtime.capture.captures import Captures
-from shoal.schedules import build_schedule
 from shoal.testing import array_loop, compare
 
 INSIDE, CLASSES, ROWS = 3, 3, 4

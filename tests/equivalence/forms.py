@@ -15,7 +15,7 @@ import zoo
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.recipe import Recipe
+from shoal.recipes.recipe import Recipe
 
 WIDTH, WORDS, CLASSES = 16, 61, 3
 

@@ -16,15 +16,15 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from shoal.core.spec import HyperParameters
 from shoal.fusion import Array, Member
-from shoal.optimizers import build_optimizer
-from shoal.recipe import (
+from shoal.recipes.optimizers import build_optimizer
+from shoal.recipes.recipe import (
     Recipe,
     build_model,
     chunks,
     read_data,
 )
+from shoal.recipes.schedules import build_schedule
 from shoal.rng import capture_rng, restore_rng, seed_all
-from shoal.schedules import build_schedule
 from shoal.testing import plain_loop
 
 WORDS = 37

@@ -12,7 +12,7 @@ from pathlib import Path
 import accidents
 import torch
 
-from shoal.recipe import Recipe
+from shoal.recipes.recipe import Recipe
 from shoal.runtime import session
 
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
-from shoal.recipe import Recipe
+from shoal.recipes.recipe import Recipe
 
 ROWS, INSIDE, CLASSES = 20, 6, 3
 READ = {"factor": 1.0}

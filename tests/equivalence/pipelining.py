@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 from shoal.pipeline.processes import StageProcesses
 from shoal.pipeline.run import Trained, run_stages
-from shoal.recipe import Recipe
+from shoal.recipes.recipe import Recipe
 from shoal.testing import compare, plain_2bw_loop, plain_loop
 
 LR = {"lr": 1e-2}

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import shoal
-from shoal.recipe import Recipe
+from shoal.recipes.recipe import Recipe
 from shoal.rng import seed_all
 from shoal.testing import same_bits
 from shoal.verify import read_losses

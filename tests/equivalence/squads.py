@@ -20,7 +20,7 @@ from shoal.core.spec import PassKind
 from shoal.observe import read_outline
 from shoal.observe.snapshot import Snapshot
 from shoal.planning import array_kind, array_place, recorded_width
-from shoal.recipe import Recipe
+from shoal.recipes.recipe import Recipe
 from shoal.testing import array_loop, assert_same, plain_loop
 from shoal.verify import read_losses, verify_trials
 

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from shoal.observe import read_outline
 from shoal.observe.snapshot import Snapshot
-from shoal.recipe import Recipe
+from shoal.recipes.recipe import Recipe
 from shoal.runtime.gangs.pipelined import without_versions
 from shoal.runtime.gangs.spilledstages import SpilledStage
 from shoal.runtime.gangs.stage import Stage

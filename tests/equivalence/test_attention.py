@@ -14,7 +14,7 @@ import staging
 import shoal
 from shoal import DataParallel, Pipelined, Resident, Spilled
 from shoal.core.errors import PlanError
-from shoal.recipe import Recipe
+from shoal.recipes.recipe import Recipe
 from shoal.verify import verify_trials
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

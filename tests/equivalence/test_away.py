@@ -19,7 +19,7 @@ import shoal
 from shoal.core.errors import PlanError, SpecError
 from shoal.core.event import PeakMeasured
 from shoal.core.profile import find_profile
-from shoal.runtime import waitingroom
+from shoal.runtime.placing import waitingroom
 from shoal.runtime.pool import WorkerPool
 
 QUICK = {("gpt", "bf16"), ("resnet", "fp32"), ("mlp", "fp32")}

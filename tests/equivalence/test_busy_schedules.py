@@ -15,8 +15,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import shoal
 from shoal.core.errors import TrialError
-from shoal.habits import Habits, habits_of
-from shoal.schedules import catch_up
+from shoal.recipes.habits import Habits, habits_of
+from shoal.recipes.schedules import catch_up
 from shoal.testing import assert_same, plain_loop
 from shoal.ui.show import planned_reasons
 

@@ -11,7 +11,7 @@ from machine import needs_bf16_lstm
 import shoal
 from shoal.core.technique import Captured
 from shoal.fusion.batches import leaves_of
-from shoal.recipe import read_data
+from shoal.recipes.recipe import read_data
 from shoal.rng import capture_rng, restore_rng, same_rng
 from shoal.runtime.capture.captures import Captures
 from shoal.runtime.units import Micro, ResidentUnits

@@ -8,7 +8,7 @@ from machine import BF16_LSTM
 from torch import nn
 
 import shoal
-from shoal.recipe import NO_LSTM
+from shoal.recipes.recipe import NO_LSTM
 from shoal.testing import plain_loop
 
 REFUSAL = (

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
 from shoal.core.arraykeys import LOOPED
-from shoal.fusion.template import LOSS
+from shoal.fusion.passes.template import LOSS
 from shoal.observe import read_outline
 from shoal.observe.snapshot import Snapshot
 

@@ -9,7 +9,7 @@ from torch import nn
 import shoal
 from shoal.observe import read_outline
 from shoal.observe.snapshot import Snapshot
-from shoal.recipe import Recipe
+from shoal.recipes.recipe import Recipe
 
 
 def build(hp):

@@ -7,7 +7,7 @@ import squads
 
 import shoal
 from shoal.core.event import TrialReplanned
-from shoal.fusion.compiled import compiler
+from shoal.fusion.graphs.compiled import compiler
 from shoal.observe import read_outline
 from shoal.observe.snapshot import Snapshot
 from shoal.verify import verify_trials

@@ -12,12 +12,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from shoal.fusion import dry_run
-from shoal.fusion.layout import FORMATS, as_alone, laid, one_alone
-from shoal.fusion.level import entered
+from shoal.fusion.passes.slots import Slots
+from shoal.fusion.passes.streams import SlotStreams
+from shoal.fusion.rows.layout import FORMATS, as_alone, laid, one_alone
+from shoal.fusion.rows.level import entered
 from shoal.fusion.rules import RULES, convolution
 from shoal.fusion.rules.convolution import NARROW, NARROW_TRANSPOSED, conv, conv_transpose
-from shoal.fusion.slots import Slots
-from shoal.fusion.streams import SlotStreams
 from shoal.rng import capture_rng
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -103,7 +103,8 @@ def test_nor_in_bfloat16_where_onednns_groups_meet(how, channels):
 def looped(monkeypatch):
     """What ran slot by slot."""
     found = []
-    monkeypatch.setattr("shoal.fusion.outside.AtOnce.loops", lambda self, name: found.append(name))
+    loops = "shoal.fusion.passes.outside.AtOnce.loops"
+    monkeypatch.setattr(loops, lambda self, name: found.append(name))
     return found
 
 

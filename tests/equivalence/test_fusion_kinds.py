@@ -15,9 +15,9 @@ from torch import nn
 
 from shoal.fusion import Array, Declined, Member, StackedBackend
 from shoal.fusion.batches import layout_of
-from shoal.fusion.compiled import CompiledBackend, compiler
-from shoal.fusion.traced import TracedBackend
-from shoal.recipe import Recipe
+from shoal.fusion.graphs.compiled import CompiledBackend, compiler
+from shoal.fusion.graphs.traced import TracedBackend
+from shoal.recipes.recipe import Recipe
 from shoal.rng import capture_rng, seed_all
 from shoal.testing import same_bits
 

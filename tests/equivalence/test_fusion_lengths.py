@@ -12,13 +12,13 @@ from torch.utils.data import DataLoader
 import shoal
 from shoal.fusion import Array, Declined, Member, StackedBackend
 from shoal.fusion.batches import layout_of
-from shoal.fusion.compiled import CompiledBackend
-from shoal.fusion.loop import LoopBackend
-from shoal.fusion.traced import TracedBackend
+from shoal.fusion.graphs.compiled import CompiledBackend
+from shoal.fusion.graphs.traced import TracedBackend
+from shoal.fusion.passes.loop import LoopBackend
 from shoal.observe import read_outline
 from shoal.observe.snapshot import Snapshot
-from shoal.optimizers import build_optimizer_of
-from shoal.recipe import build_model
+from shoal.recipes.optimizers import build_optimizer_of
+from shoal.recipes.recipe import build_model
 from shoal.rng import capture_rng, seed_all
 from shoal.testing import array_loop, plain_loop, same_bits
 from shoal.verify import verify_trials

@@ -14,7 +14,7 @@ from shoal.fusion import Array, Declined, LoopBackend, StackedBackend
 from shoal.fusion.array import LARGE
 from shoal.fusion.member import in_streams
 from shoal.partition.track import AllocationTracker
-from shoal.recipe import Recipe, build_model
+from shoal.recipes.recipe import Recipe, build_model
 from shoal.testing import compare, evaluate, plain_loop, same_bits
 
 pytestmark = pytest.mark.usefixtures("one_thread")

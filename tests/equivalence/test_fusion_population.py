@@ -15,7 +15,7 @@ import shoal
 from shoal.core.errors import PlanError
 from shoal.observe import read_outline
 from shoal.observe.snapshot import Snapshot
-from shoal.recipe import Recipe
+from shoal.recipes.recipe import Recipe
 from shoal.verify import verify_trials
 
 SPACE = {

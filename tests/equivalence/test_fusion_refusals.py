@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize, prune
 
 from shoal.fusion import Array, Declined, LoopBackend, Member, dry_run
-from shoal.fusion.fused import StackedBackend
-from shoal.fusion.traced import TracedBackend
-from shoal.recipe import Recipe
+from shoal.fusion.graphs.traced import TracedBackend
+from shoal.fusion.passes.fused import StackedBackend
+from shoal.recipes.recipe import Recipe
 from shoal.rng import capture_rng
 from shoal.testing import array_loop
 
@@ -157,7 +157,7 @@ def test_a_buffer_that_a_forward_assigns_or_writes_is_each_slots_own(odd, backen
 
 
 def test_a_buffer_update_that_gets_lost_is_found(monkeypatch):
-    from shoal.fusion import template
+    from shoal.fusion.passes import template
 
     class Forgets(dict):
         def items(self):

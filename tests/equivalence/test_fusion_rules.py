@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from shoal.fusion import dry_run
 from shoal.fusion.rules import RULES
 from shoal.fusion.rules.table import WRITTEN_OVER
-from shoal.recipe import Recipe
+from shoal.recipes.recipe import Recipe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from shoal.fusion import Array, Member, dry_run
-from shoal.fusion.fused import StackedBackend
-from shoal.fusion.loop import LoopBackend
-from shoal.recipe import Recipe
+from shoal.fusion.passes.fused import StackedBackend
+from shoal.fusion.passes.loop import LoopBackend
+from shoal.recipes.recipe import Recipe
 from shoal.rng import capture_rng
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import shoal
 from shoal.partition.measure import measure_layers
 from shoal.partition.pilot import pilot
-from shoal.recipe import autocast, compute_loss, model_inputs
+from shoal.recipes.recipe import autocast, compute_loss, model_inputs
 from shoal.rng import seed_all
 from shoal.rowwise import LossByRows
 from shoal.testing import plain_loop

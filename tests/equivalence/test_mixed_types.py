@@ -8,9 +8,9 @@ from torch import nn
 
 import shoal
 from shoal.core.technique import Pipelined
-from shoal.recipe import Recipe
+from shoal.recipes.recipe import Recipe
+from shoal.recipes.subsets import clip_factor
 from shoal.replicas import shard_norms
-from shoal.subsets import clip_factor
 
 WIDTH = 16
 TYPES = [torch.float32, torch.bfloat16, torch.complex64]

@@ -18,12 +18,12 @@ from shoal.core.event import PeakMeasured
 from shoal.fusion import Member, dry_run
 from shoal.fusion.array import Array
 from shoal.fusion.likeness import copies
-from shoal.fusion.stacked import is_of_base
+from shoal.fusion.rows.stacked import is_of_base
 from shoal.observe import read_outline
 from shoal.observe.snapshot import Snapshot
 from shoal.plain import array_loop
 from shoal.planning.based import BASE
-from shoal.recipe import HyperParameters, build_model, read_data
+from shoal.recipes.recipe import HyperParameters, build_model, read_data
 from shoal.rng import capture_rng, seed_all
 from shoal.testing import assert_same
 from shoal.verify.record import read_losses

@@ -13,8 +13,9 @@ from torch.distributions import Beta, Dirichlet
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from shoal.fusion import Declined, mode, ownfunctions
-from shoal.recipe import Recipe
+from shoal.fusion import Declined
+from shoal.fusion.passes import mode, ownfunctions
+from shoal.recipes.recipe import Recipe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WIDTH = 3

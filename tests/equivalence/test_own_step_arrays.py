@@ -21,11 +21,11 @@ import shoal
 from shoal.core.event import PeakMeasured, TrialParked, TrialReplanned
 from shoal.core.spec import HyperParameters
 from shoal.fusion import Array, Declined, Member, dry_run
-from shoal.optimizers import build_optimizer_of
-from shoal.ownstep import Modes, OwnStep
-from shoal.recipe import build_model, read_data
+from shoal.recipes.optimizers import build_optimizer_of
+from shoal.recipes.ownstep import Modes, OwnStep
+from shoal.recipes.recipe import build_model, read_data
+from shoal.recipes.schedules import build_schedule
 from shoal.rng import capture_rng, seed_all
-from shoal.schedules import build_schedule
 from shoal.testing import array_loop, plain_loop, same_bits
 
 KINDS = (*ownsteps.KINDS, "penalty")

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.recipe import Recipe
+from shoal.recipes.recipe import Recipe
 
 STEPS = 4
 

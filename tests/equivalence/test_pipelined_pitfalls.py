@@ -9,7 +9,7 @@ import staging
 import shoal
 from shoal.core.errors import PlanError
 from shoal.core.technique import Pipelined
-from shoal.recipe import Recipe
+from shoal.recipes.recipe import Recipe
 
 
 def recipe(**changes) -> Recipe:

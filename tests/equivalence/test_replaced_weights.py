@@ -10,10 +10,10 @@ from torch.nn import functional as F
 
 import shoal
 from shoal.fusion import Array, Declined, LoopBackend
-from shoal.fusion.branches import BranchesBackend
-from shoal.fusion.fused import StackedBackend
-from shoal.fusion.loop import error_alone
-from shoal.recipe import Recipe
+from shoal.fusion.graphs.branches import BranchesBackend
+from shoal.fusion.passes.fused import StackedBackend
+from shoal.fusion.passes.loop import error_alone
+from shoal.recipes.recipe import Recipe
 from shoal.testing import plain_loop
 
 pytestmark = pytest.mark.usefixtures("one_thread")

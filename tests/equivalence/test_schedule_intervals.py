@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
 from shoal.core.errors import PlanError, SpecError
-from shoal.schedules import EachEpoch
+from shoal.recipes.schedules import EachEpoch
 from shoal.testing import assert_same, plain_loop
 
 EPOCHS, BATCHES = 5, 5

@@ -17,13 +17,13 @@ from shoal.core.errors import SpecError
 from shoal.core.plan import Plan
 from shoal.core.spec import HyperParameters
 from shoal.fusion import Array, Member, backend_of, dry_run
-from shoal.fusion.compiled import compiler
 from shoal.fusion.declined import Declined
+from shoal.fusion.graphs.compiled import compiler
 from shoal.observe import read_outline
 from shoal.observe.snapshot import Snapshot
-from shoal.optimizers import build_optimizer
 from shoal.pipeline.run import run_stages
-from shoal.recipe import build_model
+from shoal.recipes.optimizers import build_optimizer
+from shoal.recipes.recipe import build_model
 from shoal.rng import capture_rng, seed_all
 from shoal.testing import array_loop, assert_same, compare, plain_loop
 from shoal.verify import read_losses, verify_trials

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.kernelchoice import KernelChoice
+from shoal.kernels.kernelchoice import KernelChoice
 from shoal.observe import read_outline
 from shoal.observe.snapshot import Snapshot
-from shoal.recipe import Recipe
+from shoal.recipes.recipe import Recipe
 
 
 class Attends(nn.Module):

@@ -10,7 +10,7 @@ import traps
 
 import shoal
 from shoal.core.errors import SpecError
-from shoal.recipe import Recipe
+from shoal.recipes.recipe import Recipe
 from shoal.testing import plain_loop
 
 TECHNIQUES = {

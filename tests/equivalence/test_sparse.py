@@ -9,7 +9,7 @@ from torch import nn
 
 import shoal
 from shoal.core.errors import PlanError, SpecError
-from shoal.recipe import Recipe
+from shoal.recipes.recipe import Recipe
 
 LR = shoal.grid(lr=[0.01, 0.003])
 

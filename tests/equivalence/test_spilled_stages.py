@@ -21,7 +21,7 @@ from shoal.core.event import (
     TrialParked,
 )
 from shoal.observe import read_timeline
-from shoal.recipe import Recipe
+from shoal.recipes.recipe import Recipe
 from shoal.runtime.saving.checkpoint import read_state
 from shoal.testing import compare
 from shoal.verify import verify_trials

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import shoal
 from shoal.core.event import StudyChanged
-from shoal.kernelchoice import EXACT, STRICT, KernelChoice
+from shoal.kernels.kernelchoice import EXACT, STRICT, KernelChoice
 from shoal.observe import read_outline
 from shoal.observe.snapshot import Snapshot
 from shoal.verify import verify_trials

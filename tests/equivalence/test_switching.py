@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from shoal.core import arraykeys
 from shoal.fusion import Array, Declined
-from shoal.fusion.fused import StackedBackend
-from shoal.recipe import Recipe
+from shoal.fusion.passes.fused import StackedBackend
+from shoal.recipes.recipe import Recipe
 from shoal.testing import array_loop, plain_loop
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -11,9 +11,9 @@ from torch.nn import functional as F
 
 import shoal
 from shoal.fusion import Array, Declined, LoopBackend
-from shoal.fusion.branches import BranchesBackend
-from shoal.fusion.fused import StackedBackend
-from shoal.recipe import Recipe
+from shoal.fusion.graphs.branches import BranchesBackend
+from shoal.fusion.passes.fused import StackedBackend
+from shoal.recipes.recipe import Recipe
 
 STEPS = 3  # that the frozen layer is frozen for
 

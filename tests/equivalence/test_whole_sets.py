@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
 from shoal.core.errors import SpecError
-from shoal.ownstep import summed_up
+from shoal.recipes.ownstep import summed_up
 from shoal.testing import assert_same, plain_loop
 
 EPOCHS = 3

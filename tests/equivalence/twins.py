@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shoal.core.errors import TrialError
-from shoal.recipe import Recipe
+from shoal.recipes.recipe import Recipe
 from shoal.runtime.gangs.replicaseat import ReplicaSeat
 from shoal.testing import assert_same, plain_data_parallel_loop
 from shoal.verify import read_losses

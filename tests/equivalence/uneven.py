@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import shoal
-from shoal.recipe import Recipe
+from shoal.recipes.recipe import Recipe
 
 SHORT = {  # batches of a step of three, by the positions of the short ones
     "first": (2, 5, 5),

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from shoal.recipe import Recipe
+from shoal.recipes.recipe import Recipe
 
 
 class Probability(nn.Module):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from shoal.recipe import Recipe
+from shoal.recipes.recipe import Recipe
 
 MODELS = ("gpt", "bert", "llama", "resnet", "mlp")
 VOCABULARY = 61

@@ -23,7 +23,7 @@ from shoal.planner.need import Request
 from shoal.planner.price import Speeds
 from shoal.planner.stages import predicted
 from shoal.planning.pipelining import Pipelining, numerics
-from shoal.runtime.messages import Measured, MeasureShards
+from shoal.runtime.wire.messages import Measured, MeasureShards
 from shoal.testing import make_device, make_layer, make_shard
 
 FOLDER = Path(__file__).parent / "explain"

@@ -20,7 +20,7 @@ from shoal.observe import read_outline
 from shoal.observe.snapshot import Snapshot
 from shoal.plain import array_loop
 from shoal.runtime.measuring.measure import Measurer
-from shoal.runtime.messages import MeasureArray, TimeArray, TimedArray
+from shoal.runtime.wire.messages import MeasureArray, TimeArray, TimedArray
 from shoal.testing import assert_same
 from shoal.verify import read_losses
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import shoal
 from shoal.fusion import Array, Member, backend_of
-from shoal.optimizers import build_optimizer_of
+from shoal.recipes.optimizers import build_optimizer_of
 from shoal.rng import capture_rng
 from shoal.runtime.capture.captures import Captures
 

@@ -22,14 +22,14 @@ from shoal.core.units import Bytes
 from shoal.device import open_device
 from shoal.device.allocator import allocator_here, held_by_libraries
 from shoal.device.losses import Losses, readback_of
-from shoal.kernelchoice import repeatable
+from shoal.kernels.kernelchoice import repeatable
 from shoal.observe import read_outline
 from shoal.observe.snapshot import Snapshot
 from shoal.partition.track import AllocationTracker
-from shoal.runtime.binding import Binding
 from shoal.runtime.capture.captured import PROOFS
 from shoal.runtime.capture.captures import Captures
 from shoal.runtime.measuring.meter import free_bytes, reserved_bytes
+from shoal.runtime.placing.binding import Binding
 from shoal.runtime.pool import WorkerPool
 from shoal.runtime.units import Micro, ResidentUnits
 from shoal.testing import compare, plain_loop

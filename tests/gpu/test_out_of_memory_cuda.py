@@ -19,7 +19,7 @@ from shoal.core.units import Bytes
 from shoal.device import open_device
 from shoal.device.allocator import allocator_here, held_by_libraries
 from shoal.runtime.measuring.measure import Measurer
-from shoal.runtime.messages import Measure, Refused
+from shoal.runtime.wire.messages import Measure, Refused
 from shoal.runtime.worker import _opened
 from shoal.testing import assert_same, plain_loop
 from shoal.verify import read_losses

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import shoal
 from shoal.core.event import StudyPlanned
 from shoal.observe import read_events
-from shoal.recipe import HyperParameters, read_data
+from shoal.recipes.recipe import HyperParameters, read_data
 from shoal.testing import assert_same, plain_loop
 
 

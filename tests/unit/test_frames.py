@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.bound import bound
 from shoal.core.errors import SpecError, TrialError
 from shoal.core.spec import HyperParameters
 from shoal.frames import line_of, own_traceback, raised
-from shoal.recipe import Recipe, build_model
+from shoal.recipes.bound import bound
+from shoal.recipes.recipe import Recipe, build_model
 
 
 def error_of(model, hp):
@@ -56,7 +56,7 @@ def test_frames_before_the_users_first_are_left_out_and_all_after_it_stay():
 
     text = error_of(calls, {})
     assert text.count("File ") == 3
-    assert "recipe.py" not in text
+    assert "recipes/recipe.py" not in text
     assert text.endswith("ZeroDivisionError: integer division or modulo by zero\n")
 
 

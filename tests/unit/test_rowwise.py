@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from shoal.core.errors import SpecError, TrialError
 from shoal.partition.track import AllocationTracker
-from shoal.recipe import Recipe, autocast, loss_notes
+from shoal.recipes.recipe import Recipe, autocast, loss_notes
 from shoal.resume.recipe import describe_recipe
 from shoal.rowwise import LossByRows
 from shoal.verify.compare import environment_notes

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import shoal
 from shoal.core.errors import SpecError
 from shoal.efficiency import compared, first_below, smoothed
-from shoal.recipe import Recipe
+from shoal.recipes.recipe import Recipe
 from shoal.resume.recipe import describe_recipe
 from shoal.testing import stale_efficiency
 

@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from shoal import steppers
 from shoal.core.errors import SpecError, TrialError
-from shoal.recipe import Recipe, autocast
+from shoal.recipes import steppers
+from shoal.recipes.recipe import Recipe, autocast
 from shoal.rng import capture_rng, same_rng
 from shoal.testing import (
     ManualClock,

@@ -36,7 +36,7 @@ from shoal.core.event import (
 )
 from shoal.observe import Database, Snapshot, read_events
 from shoal.observe.rows import TrialState
-from shoal.recipe import Recipe
+from shoal.recipes.recipe import Recipe
 from shoal.testing import PlainResult, plain_loop
 from shoal.ui.failures import ExitCode
 from shoal.ui.verify import verify_study

@@ -25,7 +25,7 @@ from shoal.data.sources import (
     rule_of,
     starts_as_new,
 )
-from shoal.recipe import Batch, epoch_length
+from shoal.recipes.recipe import Batch, epoch_length
 
 RESTARTS = 3
 

@@ -9,7 +9,7 @@ from shoal.core.errors import TrialError
 from shoal.data.position import Position
 from shoal.data.reading import END
 from shoal.data.sources import Rule
-from shoal.recipe import Batch
+from shoal.recipes.recipe import Batch
 
 Undo = Callable[[], None]
 

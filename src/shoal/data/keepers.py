@@ -21,7 +21,7 @@ from shoal.data.sources import Rule, order_generators
 from shoal.data.states import portable
 from shoal.data.streams import global_streams, torch_stream
 from shoal.data.trail import Recorder, follow
-from shoal.recipe import Batch
+from shoal.recipes.recipe import Batch
 from shoal.rng import capture_rng, restore_rng
 
 

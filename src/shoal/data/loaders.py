@@ -26,7 +26,7 @@ from shoal.core.errors import TrialError
 from shoal.data.processes import ProcessWatch, end_processes
 from shoal.data.reading import END, PlainReader, Reader
 from shoal.data.sources import name_of
-from shoal.recipe import Batch
+from shoal.recipes.recipe import Batch
 
 TIMEOUT_S = 300.0
 TORCH_NOTICED = "DataLoader worker (pid"  # so its message on a dead process begins

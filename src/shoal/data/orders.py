@@ -22,7 +22,7 @@ from shoal.data.sources import (
     replay_rule,
 )
 from shoal.data.streams import Stream, torch_stream
-from shoal.recipe import Batch
+from shoal.recipes.recipe import Batch
 from shoal.rng import RngState, capture_rng, restore_rng
 
 

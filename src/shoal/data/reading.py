@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Final, Protocol
 
 from shoal.data.rows import take_rows_at_once
-from shoal.recipe import Batch
+from shoal.recipes.recipe import Batch
 
 END: Final = object()
 """What a fetch gives after an epoch's last batch."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
-from shoal.recipe import Batch
+from shoal.recipes.recipe import Batch
 
 
 class RowsIterator:

@@ -35,7 +35,7 @@ from shoal.core.reads import NAMES, Reads, told
 from shoal.core.spec import Scalar
 from shoal.data.rows import is_rows_only
 from shoal.data.sources import order_generators, order_of
-from shoal.recipe import Batch, Recipe
+from shoal.recipes.recipe import Batch, Recipe
 from shoal.rng import RngState, capture_rng, same_rng
 
 KEPT = 4  # results that no trial may be using now

@@ -31,7 +31,7 @@ from shoal.core.units import Bytes
 from shoal.data.inside import Inside, look_inside
 from shoal.data.position import Way
 from shoal.data.states import is_stateful
-from shoal.recipe import Batch
+from shoal.recipes.recipe import Batch
 
 ORDERS_WITHOUT_DRAWS = (SequentialSampler, DistributedSampler, list, tuple, range)
 KNOWN_ORDERS = (

@@ -10,7 +10,7 @@ from shoal.core.plan import Job
 from shoal.core.spec import TrialSpec
 from shoal.execution.trial import total_steps
 from shoal.planning import Planned
-from shoal.runtime.messages import Settings
+from shoal.runtime.wire.messages import Settings
 
 
 def planned_events(

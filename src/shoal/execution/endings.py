@@ -11,7 +11,7 @@ from shoal.execution.failures import SameFailures
 from shoal.execution.floor import Floor
 from shoal.execution.pausing import Pausing
 from shoal.execution.trial import TrialRun
-from shoal.runtime.messages import LeaseOver
+from shoal.runtime.wire.messages import LeaseOver
 
 Stop = Callable[[str, ShoalError], None]
 

@@ -18,8 +18,8 @@ from shoal.execution.floor import Sink
 from shoal.execution.hangs import end_if_hung
 from shoal.execution.watchdog import Watchdog
 from shoal.planning import Planned, Planner
-from shoal.runtime.messages import Broken, Describe, Happened, Order
 from shoal.runtime.pool import Gone, Worker, WorkerPool
+from shoal.runtime.wire.messages import Broken, Describe, Happened, Order
 
 _WAIT_S = 0.5
 _LONG_S = 3.0  # then it is worth a word that planning takes its time

@@ -35,9 +35,9 @@ from shoal.core.units import format_bytes
 from shoal.execution.trial import TrialRun
 from shoal.memory.store import create_region
 from shoal.pipeline.stops import STEADY_S
-from shoal.runtime.messages import Extend, Grant, Settings, Stop
 from shoal.runtime.pool import Worker, WorkerPool
 from shoal.runtime.saving.saver import interval_s
+from shoal.runtime.wire.messages import Extend, Grant, Settings, Stop
 from shoal.scheduler import leases
 from shoal.scheduler.policy import LongestRemainingFirst
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from shoal.execution.watchdog import Watchdog, words_of_hang
-from shoal.runtime.messages import Order
 from shoal.runtime.pool import Worker
+from shoal.runtime.wire.messages import Order
 
 
 def end_if_hung(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from shoal.core import event as events
 from shoal.execution.floor import Floor
 from shoal.execution.trial import TrialRun
-from shoal.runtime.messages import Park, Save, Saved
+from shoal.runtime.wire.messages import Park, Save, Saved
 from shoal.scheduler import leases
 
 

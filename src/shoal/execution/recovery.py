@@ -28,8 +28,8 @@ from shoal.execution.trial import TrialRun
 from shoal.execution.watchdog import Backoff, Watchdog, place_of
 from shoal.fusion import Declined
 from shoal.planning import MAX_DEATHS
-from shoal.runtime.messages import Refused
 from shoal.runtime.pool import Gone, Worker
+from shoal.runtime.wire.messages import Refused
 from shoal.scheduler import leases
 
 MAX_ARRAY_DEATHS = 2

@@ -26,8 +26,8 @@ from shoal.execution.ladder import (
 )
 from shoal.execution.trial import TrialRun
 from shoal.planning import Abandoned, Planned, Planner, Receive
-from shoal.runtime.messages import Order
 from shoal.runtime.pool import Worker
+from shoal.runtime.wire.messages import Order
 
 
 class Replanning:

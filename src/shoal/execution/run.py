@@ -33,7 +33,9 @@ from shoal.execution.searching import Searching
 from shoal.execution.trial import Start, TrialRun, total_steps
 from shoal.execution.watchdog import Backoff, Watchdog
 from shoal.planning import Abandoned, Planned, Planner
-from shoal.runtime.messages import (
+from shoal.runtime.pool import Gone, Worker, WorkerPool
+from shoal.runtime.saving.saver import interval_s
+from shoal.runtime.wire.messages import (
     Broken,
     Described,
     Forgotten,
@@ -48,8 +50,6 @@ from shoal.runtime.messages import (
     Settings,
     TimedArray,
 )
-from shoal.runtime.pool import Gone, Worker, WorkerPool
-from shoal.runtime.saving.saver import interval_s
 from shoal.scheduler import leases
 
 PATIENCE = 4

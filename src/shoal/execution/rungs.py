@@ -12,7 +12,7 @@ from shoal.core.units import counted, list_some
 from shoal.execution.trial import total_steps
 from shoal.memory.layout import TrialLayout
 from shoal.planning import Planned, apart, differing, shapes_apart
-from shoal.runtime.messages import Settings
+from shoal.runtime.wire.messages import Settings
 
 
 def steps_between(settings: Settings, num_batches: int | None, accumulate: int) -> int | None:

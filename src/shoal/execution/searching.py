@@ -28,7 +28,7 @@ from shoal.execution.pausing import Pausing
 from shoal.execution.rungs import steps_between
 from shoal.execution.seating import Seating
 from shoal.execution.trial import TrialRun
-from shoal.runtime.messages import Settings
+from shoal.runtime.wire.messages import Settings
 from shoal.search import Population, Search
 
 

@@ -12,7 +12,7 @@ from shoal.core.seats import Epoch
 from shoal.core.spec import Place, Scalar
 from shoal.core.technique import steps_on_host
 from shoal.memory.layout import TrialLayout
-from shoal.runtime.messages import Progress, Settings
+from shoal.runtime.wire.messages import Progress, Settings
 from shoal.search import Exploit
 
 SAME_WAY = 3

@@ -3,13 +3,13 @@
 from shoal.fusion.array import Array
 from shoal.fusion.declined import Declined
 from shoal.fusion.dryrun import dry_run
-from shoal.fusion.fused import StackedBackend
-from shoal.fusion.kinds import backend_of
-from shoal.fusion.loop import LoopBackend
-from shoal.fusion.match import Signature, first_difference, told_apart
+from shoal.fusion.graphs.kinds import backend_of
+from shoal.fusion.matching.match import Signature, first_difference, told_apart
+from shoal.fusion.matching.signature import signature_of
 from shoal.fusion.member import Member
+from shoal.fusion.passes.fused import StackedBackend
+from shoal.fusion.passes.loop import LoopBackend
 from shoal.fusion.reference import Inherited, SlotPlace, train_in_slot
-from shoal.fusion.signature import signature_of
 
 __all__ = [
     "Array",

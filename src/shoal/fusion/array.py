@@ -24,23 +24,23 @@ from typing import Any, NamedTuple
 import torch
 
 from shoal.device.losses import not_finite
-from shoal.fusion.admission import require_signature, shared_signature, shell
 from shoal.fusion.batches import elements_of, layout_of, moved_together
-from shoal.fusion.compiled import CompiledBackend
 from shoal.fusion.crew import ArrayBackend, Crew, Trained, taking_part
 from shoal.fusion.declined import Declined, Disagreement, answers_of
 from shoal.fusion.finish import Finisher, advance_schedule, names_held
-from shoal.fusion.fused import StackedBackend
-from shoal.fusion.gathered import Gathered
+from shoal.fusion.graphs.compiled import CompiledBackend
 from shoal.fusion.lonesteps import LoneSteps
-from shoal.fusion.loop import LoopBackend, alone, current_rng, lone_pass, torch_streams_of
+from shoal.fusion.matching.admission import require_signature, shared_signature, shell
 from shoal.fusion.member import Member
 from shoal.fusion.ownsteps import OwnSteps
-from shoal.fusion.stacked import Stacked
-from shoal.fusion.streams import SlotStreams
-from shoal.fusion.switching import switch
-from shoal.ownstep import own_evaluation, refuse_nonfinite
-from shoal.recipe import evaluate_metrics, to_device
+from shoal.fusion.passes.fused import StackedBackend
+from shoal.fusion.passes.gathered import Gathered
+from shoal.fusion.passes.loop import LoopBackend, alone, current_rng, lone_pass, torch_streams_of
+from shoal.fusion.passes.streams import SlotStreams
+from shoal.fusion.passes.switching import switch
+from shoal.fusion.rows.stacked import Stacked
+from shoal.recipes.ownstep import own_evaluation, refuse_nonfinite
+from shoal.recipes.recipe import evaluate_metrics, to_device
 from shoal.rng import RngState
 
 LARGE = 8

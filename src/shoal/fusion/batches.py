@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.fusion.blend import blend
-from shoal.recipe import to_device
+from shoal.fusion.rows.blend import blend
+from shoal.recipes.recipe import to_device
 
 ALIGNED_BYTES = 256
 """Rows of so many, or a multiple, begin where a tensor alone might. Kernels are chosen by that,

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from shoal.fusion.laidup import Holders, holders_of
 from shoal.fusion.member import Member
-from shoal.fusion.stacked import Stacked
-from shoal.fusion.streams import SlotStreams
+from shoal.fusion.passes.streams import SlotStreams
+from shoal.fusion.rows.laidup import Holders, holders_of
+from shoal.fusion.rows.stacked import Stacked
 
 Parts = Sequence[Callable[[], Any]]
 """Calls of optimizers' kernels, each on memory that the others have no part in."""

@@ -17,19 +17,19 @@ from torch import Tensor
 from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 
-from shoal.fusion.admission import shared_signature
 from shoal.fusion.array import Array
-from shoal.fusion.constants import constants_of
 from shoal.fusion.crew import ArrayBackend, Evaluated, Trained
 from shoal.fusion.declined import Declined
-from shoal.fusion.fused import StackedBackend
+from shoal.fusion.effects.sideeffects import first_side_effect
+from shoal.fusion.graphs.constants import constants_of
 from shoal.fusion.likeness import as_double, close, copies
-from shoal.fusion.loop import lone_pass
+from shoal.fusion.matching.admission import shared_signature
 from shoal.fusion.member import Member, in_streams
 from shoal.fusion.owndryrun import own_dry_run
-from shoal.fusion.perslot import IN_TORCH, standing_for
-from shoal.fusion.sideeffects import first_side_effect
-from shoal.recipe import model_inputs, tensors_of, to_device
+from shoal.fusion.passes.fused import StackedBackend
+from shoal.fusion.passes.loop import lone_pass
+from shoal.fusion.rows.perslot import IN_TORCH, standing_for
+from shoal.recipes.recipe import model_inputs, tensors_of, to_device
 from shoal.rng import same_rng
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 1e-1}

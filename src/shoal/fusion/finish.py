@@ -8,15 +8,15 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
-from shoal.bound import clip_limit
 from shoal.fusion.crew import ArrayBackend, Crew
 from shoal.fusion.declined import FROZEN, Declined
 from shoal.fusion.likeness import Snapshot
-from shoal.fusion.loop import LoopBackend, torch_streams_of
 from shoal.fusion.member import Member
 from shoal.fusion.optim import FusedSteps
-from shoal.habits import kept_in_place, trained
-from shoal.kernelstep import is_torchs
+from shoal.fusion.passes.loop import LoopBackend, torch_streams_of
+from shoal.kernels.kernelstep import is_torchs
+from shoal.recipes.bound import clip_limit
+from shoal.recipes.habits import kept_in_place, trained
 
 
 class Finisher:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from shoal.fusion.batches import changed_by
-from shoal.fusion.blend import HIDDEN
 from shoal.fusion.declined import Declined
 from shoal.fusion.member import Member
-from shoal.modelcopy import deepcopied
+from shoal.fusion.rows.blend import HIDDEN
+from shoal.recipes.modelcopy import deepcopied
 
 
 def copies(members: Sequence[Member]) -> list[Member]:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from shoal.fusion.crew import Crew, taking_part
-from shoal.fusion.loop import alone
 from shoal.fusion.ownsteps import OwnStepped
-from shoal.ownstep import Losses, OwnStep
+from shoal.fusion.passes.loop import alone
+from shoal.recipes.ownstep import Losses, OwnStep
 
 
 class LoneSteps:

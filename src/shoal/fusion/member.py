@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.bound import bound
-from shoal.habits import Habits, habits_of
-from shoal.ownstep import Modes
-from shoal.recipe import HP, Recipe
+from shoal.recipes.bound import bound
+from shoal.recipes.habits import Habits, habits_of
+from shoal.recipes.ownstep import Modes
+from shoal.recipes.recipe import HP, Recipe
+from shoal.recipes.schedules import state_of_schedule
 from shoal.rng import RngState, capture_rng, restore_rng
-from shoal.schedules import state_of_schedule
 
 
 @dataclass(slots=True, kw_only=True)

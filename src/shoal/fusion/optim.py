@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shoal.fusion.crew import Crew, Parts, Steps
 from shoal.fusion.member import Member
-from shoal.kernelstep import is_one_kernel, is_plain_sgd, run_kernel, step_whole
+from shoal.kernels.kernelstep import is_one_kernel, is_plain_sgd, run_kernel, step_whole
 
 ONE = torch.ones(())  # adding a tensor is quicker than a number, which torch makes one of
 

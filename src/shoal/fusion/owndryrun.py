@@ -23,10 +23,10 @@ from torch import Tensor
 
 from shoal.fusion.array import Array
 from shoal.fusion.declined import Declined
-from shoal.fusion.globals import global_settings
+from shoal.fusion.effects.globals import global_settings
 from shoal.fusion.likeness import as_double, close, copies, numpy_stream
 from shoal.fusion.member import Member, in_streams
-from shoal.ownstep import Losses, OwnStep
+from shoal.recipes.ownstep import Losses, OwnStep
 from shoal.rng import same_rng
 
 LIMIT = 1e-9  # of a tensor's largest element, and of 1

@@ -32,19 +32,19 @@ from shoal.core.errors import TrialError
 from shoal.fusion.batches import combined, layout_of
 from shoal.fusion.crew import Crew, Undo
 from shoal.fusion.declined import Declined, answers_of
-from shoal.fusion.fused import Learnt, StackedBackend, first_line, give, is_out_of_memory
-from shoal.fusion.installed import places_of
-from shoal.fusion.level import entered
 from shoal.fusion.likeness import RowAt, Snapshot, row_at
-from shoal.fusion.meeting import Lanes, Run, current_run, in_turns
-from shoal.fusion.mode import SlotMode
-from shoal.fusion.numbering import Numbers
-from shoal.fusion.reach import by_passes, rows_of
-from shoal.fusion.slots import Slots
-from shoal.fusion.stacked import owners
-from shoal.fusion.template import Template
-from shoal.ownstep import Losses, OwnStep
-from shoal.several import Models
+from shoal.fusion.passes.fused import Learnt, StackedBackend, first_line, give, is_out_of_memory
+from shoal.fusion.passes.meeting import Lanes, Run, current_run, in_turns
+from shoal.fusion.passes.mode import SlotMode
+from shoal.fusion.passes.numbering import Numbers
+from shoal.fusion.passes.reach import by_passes, rows_of
+from shoal.fusion.passes.slots import Slots
+from shoal.fusion.passes.template import Template
+from shoal.fusion.rows.installed import places_of
+from shoal.fusion.rows.level import entered
+from shoal.fusion.rows.stacked import owners
+from shoal.recipes.ownstep import Losses, OwnStep
+from shoal.recipes.several import Models
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of a model's forward."""

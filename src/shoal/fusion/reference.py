@@ -19,13 +19,13 @@ from shoal.core.seats import ALONE, Epoch
 from shoal.core.spec import HyperParameters, PassKind
 from shoal.fusion.array import Array
 from shoal.fusion.batches import layout_of
-from shoal.fusion.kinds import backend_of
-from shoal.fusion.loop import LoopBackend
+from shoal.fusion.graphs.kinds import backend_of
 from shoal.fusion.member import Member
-from shoal.optimizers import build_optimizer_of
-from shoal.ownstep import Modes, Tally, require_evaluation, summed_up
+from shoal.fusion.passes.loop import LoopBackend
 from shoal.pystate import Attributes, ambient
-from shoal.recipe import (
+from shoal.recipes.optimizers import build_optimizer_of
+from shoal.recipes.ownstep import Modes, Tally, require_evaluation, summed_up
+from shoal.recipes.recipe import (
     HP,
     Found,
     Recipe,
@@ -34,8 +34,8 @@ from shoal.recipe import (
     read_data,
     to_device,
 )
+from shoal.recipes.schedules import Ends, advance, build_schedule, catch_up, steps_of_epoch
 from shoal.rng import capture_rng, restore_rng, seed_all
-from shoal.schedules import Ends, advance, build_schedule, catch_up, steps_of_epoch
 
 
 class Trained(NamedTuple):

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import CodeType
 from typing import Any, NamedTuple
 
-from shoal.libraries import found_along
+from shoal.recipes.libraries import found_along
 
 Path = tuple[str, ...]
 """``torch.nn.functional`` by its names. The first may be a module's full name, behind ``=``."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from shoal.core.errors import SpecError
 from shoal.core.values import one_of, optional_whole
-from shoal.recipe import Recipe
+from shoal.recipes.recipe import Recipe
 
 _NAME = re.compile(r"[a-z0-9._-]{1,64}")
 

@@ -8,7 +8,7 @@ from shoal.core.plan import Job, seconds_of_work
 from shoal.execution.announce import steps_of
 from shoal.execution.rungs import steps_between
 from shoal.planning import Planned
-from shoal.runtime.messages import Settings
+from shoal.runtime.wire.messages import Settings
 from shoal.search.wanted import Wanted
 
 

@@ -30,7 +30,7 @@ from shoal.launch.usercode import codes_of
 from shoal.pystate.arriving import arrive, read_state
 from shoal.pystate.comparing import Fingerprints
 from shoal.pystate.modulestate import ModuleState, Place, left_words
-from shoal.recipe import Recipe
+from shoal.recipes.recipe import Recipe
 from shoal.source import MAINS, MODULE_NAME, Change, Named, cached, with_changes
 
 _WARN_BYTES = 16 * 2**20

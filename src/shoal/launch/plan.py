@@ -17,7 +17,7 @@ from shoal.execution.floor import Sink
 from shoal.execution.rungs import check_moments, check_population, check_rungs, check_validated
 from shoal.execution.trial import total_steps
 from shoal.hardware import Hardware, free_memory, is_in_memory
-from shoal.kernelchoice import KernelChoice
+from shoal.kernels.kernelchoice import KernelChoice
 from shoal.launch.checks import doubt_of_mode
 from shoal.launch.duration import foretold_s
 from shoal.launch.following import NO_PINS, Pins, require_followed
@@ -41,8 +41,8 @@ from shoal.planning import (
     with_seconds,
     with_split_masters,
 )
-from shoal.runtime.messages import Settings
 from shoal.runtime.pool import WorkerPool
+from shoal.runtime.wire.messages import Settings
 from shoal.search.rules import ETA
 from shoal.storage.files import free_bytes
 

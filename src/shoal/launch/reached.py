@@ -15,9 +15,9 @@ from shoal.launch.assigning import found_at, found_first
 from shoal.launch.mainfile import changed, main_files, main_modules
 from shoal.launch.maintext import is_all_known
 from shoal.launch.replaced import LEFT_OUT
-from shoal.libraries import LIBRARIES, module_of
 from shoal.pystate.ambient import is_users
 from shoal.pystate.standins import DECLARED, declared_in
+from shoal.recipes.libraries import LIBRARIES, module_of
 from shoal.source import MAINS
 
 Users = Mapping[str, ModuleType]

@@ -20,9 +20,9 @@ from typing import Any
 
 from shoal.launch.assigning import found_at
 from shoal.launch.mainfile import main_files
-from shoal.libraries import is_installed
 from shoal.pystate.ambient import is_users
 from shoal.pystate.sendable import home_of
+from shoal.recipes.libraries import is_installed
 from shoal.source import MAINS, Change, Gone, Named
 
 LEFT_OUT = frozenset((*sys.stdlib_module_names, "shoal", "__mp_main__", *MAINS))

@@ -20,8 +20,8 @@ from shoal.launch.growing import Order
 from shoal.launch.policy import CheckpointPolicy
 from shoal.launch.sinks import Callback
 from shoal.planning import Wish
-from shoal.recipe import Recipe
-from shoal.runtime.messages import Settings
+from shoal.recipes.recipe import Recipe
+from shoal.runtime.wire.messages import Settings
 from shoal.search.wanted import Wanted
 
 

@@ -33,7 +33,7 @@ from shoal.execution.announce import planned_events, steps_of
 from shoal.execution.floor import Tally
 from shoal.execution.run import Execution
 from shoal.execution.trial import Start
-from shoal.kernelchoice import EXACT, STRICT, only_deterministic
+from shoal.kernels.kernelchoice import EXACT, STRICT, only_deterministic
 from shoal.launch.case import Case, more_points, refuse_early, take_up
 from shoal.launch.cloning import refuse_idle, refuse_other_epochs
 from shoal.launch.commands import Commands, Door
@@ -49,9 +49,9 @@ from shoal.launch.saving import interval_of, with_interval
 from shoal.launch.signals import Interrupted, Interrupts
 from shoal.launch.starts import asked_seats, check_numerics, refuse_numerics, remove_strays
 from shoal.launch.wishes import refuse_inexact, wish_beside
-from shoal.named import name_recipe
 from shoal.observe.rows import TrialState
 from shoal.planning import Planned, Planner, Wish
+from shoal.recipes.named import name_recipe
 from shoal.resume import StudyRecord
 from shoal.runtime.pool import WorkerPool
 from shoal.storage.files import Reserve, free_bytes, replace_file

@@ -31,7 +31,7 @@ from shoal.core.units import counted
 from shoal.core.whys import UNFUSED
 from shoal.execution.ladder import bits_of
 from shoal.execution.trial import Start
-from shoal.kernelchoice import TOLD
+from shoal.kernels.kernelchoice import TOLD
 from shoal.observe.rows import TrialRow, TrialState
 from shoal.observe.snapshot import Snapshot
 from shoal.resume import TrialProgress

@@ -15,7 +15,7 @@ from shoal.core.technique import (
 from shoal.core.values import one_of
 from shoal.planner.width import MOST
 from shoal.planning import UNCUT, WidthWish, Wish, asked_of, refusal, width_wished
-from shoal.recipe import Recipe
+from shoal.recipes.recipe import Recipe
 
 _TECHNIQUES: dict[object, Technique] = {
     "resident": Resident(),

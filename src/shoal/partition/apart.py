@@ -28,7 +28,7 @@ from shoal.partition.preserve import (
 from shoal.partition.template import flatten
 from shoal.partition.units import run_forward
 from shoal.partition.wires import Wires
-from shoal.recipe import Batch, tensors_of
+from shoal.recipes.recipe import Batch, tensors_of
 from shoal.rng import capture_rng, restore_rng
 
 Made = Sequence[Tensor]

@@ -31,7 +31,7 @@ from shoal.partition.units import run_forward
 from shoal.partition.unwritten import require_quiet_switch
 from shoal.partition.wires import OwnCall, Wire, Wires
 from shoal.pystate.finding import fields_holding
-from shoal.recipe import Batch, Recipe, autocast
+from shoal.recipes.recipe import Batch, Recipe, autocast
 
 _ATTEMPTS = 5  # to find the joints, of which known ones may bring others to light, and so on
 

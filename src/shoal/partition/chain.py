@@ -27,7 +27,7 @@ from shoal.partition.record import Record
 from shoal.partition.template import Constant, Shape, Template, flatten
 from shoal.partition.unwritten import Unwritten, WeightPlace, weight_places, weights_stay
 from shoal.partition.wires import Touch, Wire, Wires
-from shoal.recipe import Batch, Output, Recipe, loss_and_output
+from shoal.recipes.recipe import Batch, Output, Recipe, loss_and_output
 
 
 @dataclass(slots=True)

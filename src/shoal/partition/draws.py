@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shoal.dispatched import run_operation
-from shoal.recipe import Batch
+from shoal.kernels.dispatched import run_operation
+from shoal.recipes.recipe import Batch
 from shoal.rng import capture_rng, same_rng
 
 Form = tuple[object, ...]

@@ -23,7 +23,7 @@ from shoal.partition.units import (
     run_forward,
 )
 from shoal.partition.wires import Wires
-from shoal.recipe import Batch, Output, autocast
+from shoal.recipes.recipe import Batch, Output, autocast
 from shoal.rng import RngState, capture_rng, restore_rng
 
 Ranges = Sequence[tuple[int, int]]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shoal.partition.glue import Block, ReplacedCalls, own_call
 from shoal.partition.preserve import evaluating, preserved
 from shoal.partition.template import Shape, Template, flatten
-from shoal.recipe import Batch, Recipe, autocast, loss_and_output
+from shoal.recipes.recipe import Batch, Recipe, autocast, loss_and_output
 
 
 def with_retyped(

@@ -57,7 +57,7 @@ from shoal.partition.wires import (
     Wire,
     Wires,
 )
-from shoal.recipe import Batch, Output, Recipe, compute_loss, model_inputs
+from shoal.recipes.recipe import Batch, Output, Recipe, compute_loss, model_inputs
 from shoal.rng import capture_rng, restore_rng
 
 _FIRST_PLACE = "_compiled_call_impl"  # read first by nn.Module.__call__, torch 2.10 to 2.13

@@ -34,7 +34,7 @@ from shoal.partition.track import AllocationTracker
 from shoal.partition.units import BackwardResult, run_forward
 from shoal.partition.visitors import There, everywhere
 from shoal.partition.wires import Wire, Wires, storage_key
-from shoal.recipe import Batch, tensors_of
+from shoal.recipes.recipe import Batch, tensors_of
 from shoal.rng import capture_rng
 
 Timed = Callable[[Callable[[], object]], float]

@@ -31,14 +31,14 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shoal.dispatched import run_operation
+from shoal.kernels.dispatched import run_operation
 from shoal.partition.build import clone_batch
 from shoal.partition.chain import Chain
 from shoal.partition.drive import every_layer, sharded_backward, sharded_evaluation
 from shoal.partition.preserve import evaluating, preserved, same_values, shaken
 from shoal.partition.template import flatten
 from shoal.partition.wires import storage_key, tensors_in
-from shoal.recipe import Batch, autocast, loss_and_output
+from shoal.recipes.recipe import Batch, autocast, loss_and_output
 
 _VIEWS = frozenset({"t", "transpose", "permute", "view", "_unsafe_view", "expand", "unsqueeze"})
 _PRODUCTS = frozenset(

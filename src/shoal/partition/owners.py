@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.core.errors import TrialError
-from shoal.dispatched import run_operation
+from shoal.kernels.dispatched import run_operation
 from shoal.partition.record import Record
 from shoal.partition.wires import storage_key, tensors_in
 

@@ -20,7 +20,7 @@ from shoal.partition.drive import every_layer, sharded_backward, sharded_evaluat
 from shoal.partition.preserve import BufferWatch, evaluating, preserved, same_values, shaken
 from shoal.partition.template import flatten
 from shoal.partition.writes import WriteWatch
-from shoal.recipe import Batch, Recipe, autocast, loss_and_output
+from shoal.recipes.recipe import Batch, Recipe, autocast, loss_and_output
 from shoal.rng import RngState, capture_rng, same_rng
 
 _NOISE_FACTOR = 2.0  # a chain may differ this much more than two plain runs do

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shoal.dispatched import run_operation
+from shoal.kernels.dispatched import run_operation
 from shoal.partition.dataread import address_of, plain_data
 from shoal.partition.wires import storage_key, tensors_in
 from shoal.rng import capture_rng, restore_rng

@@ -40,7 +40,7 @@ from shoal.partition.wires import (
     tensors_in,
 )
 from shoal.partition.writes import WriteWatch
-from shoal.recipe import Batch, Recipe, autocast, loss_and_output
+from shoal.recipes.recipe import Batch, Recipe, autocast, loss_and_output
 from shoal.rng import RngState, capture_rng, same_rng
 
 

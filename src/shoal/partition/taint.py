@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shoal.dispatched import run_operation
 from shoal.frames import line_now
+from shoal.kernels.dispatched import run_operation
 from shoal.partition.wires import OwnCall, Wire, storage_key, tensors_in
 
 _READS = ("aten::_local_scalar_dense", "aten::item", "aten::equal", "aten::is_nonzero")

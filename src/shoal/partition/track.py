@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.core.units import Bytes
 from shoal.device.allocator import allocator_here
-from shoal.dispatched import run_operation
+from shoal.kernels.dispatched import run_operation
 from shoal.partition.askers import Askers, AskingForwards
 
 WITHIN = 6  # times the gradients that it makes: more than any in ``askers`` has beside them

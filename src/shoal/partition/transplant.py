@@ -10,7 +10,7 @@ from torch import nn
 from shoal.partition.callsheet import EmptyCache
 from shoal.partition.chain import Chain
 from shoal.partition.template import Constant
-from shoal.recipe import Recipe
+from shoal.recipes.recipe import Recipe
 
 
 def transplanted(chain: Chain, model: nn.Module, recipe: Recipe) -> Chain:

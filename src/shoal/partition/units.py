@@ -32,7 +32,7 @@ from shoal.partition.halves import Half, backward_of_inputs, noting_hooks
 from shoal.partition.savedset import SavedSet
 from shoal.partition.ties import Root, TiedParts
 from shoal.partition.wires import Wire, Wires, storage_key
-from shoal.recipe import autocast
+from shoal.recipes.recipe import autocast
 
 AfterForward = Callable[[Collection[int]], None]
 """Told the storages of what a forward made."""

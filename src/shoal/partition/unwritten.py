@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from shoal.core.errors import TrialError
-from shoal.modelchecks import switches_by_code
 from shoal.partition.dataread import DataReads, plain_data
 from shoal.partition.discover import NotCuttable
 from shoal.partition.preserve import evaluating, has_other, place_of, preserved, same_values
+from shoal.recipes.modelchecks import switches_by_code
 
 
 class Unwritten:

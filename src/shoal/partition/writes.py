@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shoal.dispatched import run_operation
+from shoal.kernels.dispatched import run_operation
 from shoal.partition.wires import storage_key, tensors_in
 
 

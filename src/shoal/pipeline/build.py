@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.bound import clip_limit
 from shoal.core.errors import PlanError, SpecError
 from shoal.core.spec import HyperParameters, LayerMeasure, Scalar
 from shoal.core.technique import Schedule
-from shoal.kernelchoice import KernelChoice
-from shoal.optimizers import build_optimizer_of
+from shoal.kernels.kernelchoice import KernelChoice
+from shoal.kernels.poison import Poison
 from shoal.partition.build import build_chain
 from shoal.partition.chain import Chain
 from shoal.partition.cut import cut
@@ -27,8 +26,9 @@ from shoal.pipeline.feed import Feed, group_sizes
 from shoal.pipeline.foretell import Foretelling
 from shoal.pipeline.meeting import DeviceKind
 from shoal.pipeline.schedule import Pipeline
-from shoal.poison import Poison
-from shoal.recipe import (
+from shoal.recipes.bound import clip_limit
+from shoal.recipes.optimizers import build_optimizer_of
+from shoal.recipes.recipe import (
     Batch,
     Recipe,
     autocast,
@@ -38,8 +38,8 @@ from shoal.recipe import (
     read_data,
     to_device,
 )
+from shoal.recipes.schedules import build_schedule
 from shoal.rng import capture_rng, restore_rng, same_rng, seed_all
-from shoal.schedules import build_schedule
 
 _TICKS_PER_S = 10**9
 

@@ -17,7 +17,6 @@ from typing import Any
 
 from torch import Tensor
 
-from shoal.bound import clip_limit
 from shoal.core.errors import TrialError
 from shoal.device.losses import Losses, readback_of
 from shoal.partition.chain import Chain, Micro
@@ -38,9 +37,10 @@ from shoal.pipeline.packing import pack_rng, unpack_rng
 from shoal.pipeline.schedule import Pipeline
 from shoal.pipeline.weights import Weights
 from shoal.program.ir import Action, Op, Part
-from shoal.recipe import Batch
+from shoal.recipes.bound import clip_limit
+from shoal.recipes.recipe import Batch
+from shoal.recipes.subsets import clip_factor
 from shoal.rng import RngState, capture_rng, restore_rng, same_rng
-from shoal.subsets import clip_factor
 
 
 @dataclass(slots=True)

@@ -36,7 +36,7 @@ from shoal.pipeline.sums import InOrder
 from shoal.pipeline.weights import Weights
 from shoal.program.ir import Action, Op, Part
 from shoal.program.world import is_batch
-from shoal.recipe import Batch
+from shoal.recipes.recipe import Batch
 from shoal.rng import RngState, capture_rng, restore_rng, same_rng
 
 

@@ -7,7 +7,7 @@ from itertools import chain, cycle, islice
 from typing import Any
 
 from shoal.core.errors import SpecError, TrialError
-from shoal.recipe import Batch, epoch_length
+from shoal.recipes.recipe import Batch, epoch_length
 
 
 def group_sizes(train: Iterable[Any], accumulate: int, steps: int) -> tuple[int, ...]:

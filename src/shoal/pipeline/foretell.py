@@ -32,7 +32,7 @@ from shoal.partition.chain import Chain
 from shoal.partition.draws import Draw, DrawRecorder, Recordings
 from shoal.partition.preserve import preserved
 from shoal.partition.units import run_forward
-from shoal.recipe import Batch, autocast
+from shoal.recipes.recipe import Batch, autocast
 from shoal.rng import RngState, capture_rng, restore_rng, same_rng
 
 

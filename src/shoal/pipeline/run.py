@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from shoal import rounding
 from shoal.core.errors import PlanError, SpecError
 from shoal.core.spec import Scalar
 from shoal.core.technique import Schedule
+from shoal.kernels import rounding
 from shoal.pipeline.build import Training
 from shoal.pipeline.launched import device_of_group, is_launched, run_launched
 from shoal.pipeline.meeting import DeviceKind
@@ -23,7 +23,7 @@ from shoal.pipeline.stage import Ran
 from shoal.pipeline.train import Part, train_stage
 from shoal.pipeline.wide import called, mean_in_order
 from shoal.program.ir import Program
-from shoal.recipe import Recipe
+from shoal.recipes.recipe import Recipe
 
 
 @dataclass(frozen=True, kw_only=True)

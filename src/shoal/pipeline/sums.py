@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from shoal.recipe import Batch, Recipe, autocast, compute_loss, model_inputs, to_device
+from shoal.recipes.recipe import Batch, Recipe, autocast, compute_loss, model_inputs, to_device
+from shoal.recipes.steppers import Stepper
 from shoal.replicas import added_to, buffers_of, put_buffers
-from shoal.steppers import Stepper
 
 Grads = Mapping[str, Tensor]
 

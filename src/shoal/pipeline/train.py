@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from shoal.bound import bound
 from shoal.partition.build import clone_batch
 from shoal.partition.chain import Chain
 from shoal.pipeline.build import (
@@ -39,7 +38,8 @@ from shoal.pipeline.schedule import Pipeline
 from shoal.pipeline.stage import Compute, Ran, run_stage
 from shoal.pipeline.weights import Weights
 from shoal.program.ir import Program
-from shoal.recipe import Batch, to_device
+from shoal.recipes.bound import bound
+from shoal.recipes.recipe import Batch, to_device
 from shoal.rng import RngState
 
 

@@ -18,7 +18,7 @@ from shoal.partition.units import run_forward
 from shoal.pipeline.compute import Share
 from shoal.program.ir import Action, Op, Program
 from shoal.program.world import is_batch
-from shoal.recipe import Batch, autocast
+from shoal.recipes.recipe import Batch, autocast
 from shoal.rng import capture_rng, same_rng
 
 Report = Callable[[Tensor, Any, Batch], None]

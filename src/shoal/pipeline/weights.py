@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from shoal.kernelstep import put_back
-from shoal.subsets import Subsets
+from shoal.kernels.kernelstep import put_back
+from shoal.recipes.subsets import Subsets
 
 Grads = dict[str, Tensor]
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from shoal.core.arraykeys import LOOPED, told_of_looped
 from shoal.core.spec import PassKind, Scalar, WidthMeasure
-from shoal.fusion.lengths import is_open, kind_in, with_kind
-from shoal.fusion.match import Signature
+from shoal.fusion.matching.lengths import is_open, kind_in, with_kind
+from shoal.fusion.matching.match import Signature
 from shoal.planner.narrower import Narrower
 from shoal.planner.width import Candidate
 from shoal.planning.arrayjobs import LOOPING

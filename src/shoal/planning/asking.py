@@ -19,7 +19,8 @@ from shoal.core.units import Bytes, list_some
 from shoal.planner.growth import grown, grown_shard
 from shoal.planning.pipelining import Question
 from shoal.planning.planned import Settled
-from shoal.runtime.messages import (
+from shoal.runtime.pool import Gone, Worker, WorkerPool
+from shoal.runtime.wire.messages import (
     Describe,
     Described,
     MeasureArray,
@@ -31,7 +32,6 @@ from shoal.runtime.messages import (
     TimeArray,
     TimedArray,
 )
-from shoal.runtime.pool import Gone, Worker, WorkerPool
 
 MAX_DEATHS = 3
 """A trial that ends its worker so often while it is measured, or while it trains and gets no

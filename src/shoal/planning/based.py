@@ -13,7 +13,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from shoal.core.arraykeys import NO_BASE, Base
-from shoal.fusion.match import Signature
+from shoal.fusion.matching.match import Signature
 
 BASE = "array_base"
 """What of a numerics key names the base of a trial that shares it, or would."""

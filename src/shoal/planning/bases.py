@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from shoal.core.plan import Job
 from shoal.core.units import Bytes
-from shoal.runtime.messages import Noticed
+from shoal.runtime.wire.messages import Noticed
 
 
 def with_frozen(

@@ -15,7 +15,7 @@ from shoal.planner.capture import Life, gains, told, why_no_look
 from shoal.planner.need import Need, Request, need
 from shoal.planning.pipelining import Question
 from shoal.planning.planned import Settled
-from shoal.runtime.messages import Measure, Measured
+from shoal.runtime.wire.messages import Measure, Measured
 
 Total = Callable[[int | None, int], int | None]
 """Steps of a trial, of the batches of an epoch and those of a step."""

@@ -4,7 +4,7 @@ A member of a population takes over another one's hyperparameters, changed a lit
 differ inside an array. A whole number, a word or a flag may be part of a shape (a width, a class
 of activation) or not (the steps of a schedule, the name of a norm's order that only the loss
 reads): nobody can tell by its type. So a trial of the shape is described with every combination
-that may come, and the facts are compared (``fusion/match.py``).
+that may come, and the facts are compared (``fusion/matching/match.py``).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 from shoal.core.errors import PlanError, last_words
 from shoal.core.spec import Scalar, TrialSpec
 from shoal.core.units import counted
-from shoal.fusion.lengths import joined, kind_in, with_kind
-from shoal.fusion.match import Signature, first_difference
+from shoal.fusion.matching.lengths import joined, kind_in, with_kind
+from shoal.fusion.matching.match import Signature, first_difference
 from shoal.planning.asking import Asking
-from shoal.runtime.messages import Describe, Described
+from shoal.runtime.wire.messages import Describe, Described
 from shoal.search.space import Choice, Distribution, Integer
 
 MOST = 64

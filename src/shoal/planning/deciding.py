@@ -20,7 +20,7 @@ from shoal.core.technique import (
 )
 from shoal.core.units import Bytes, Seconds, counted, format_bytes, format_enough, format_seconds
 from shoal.hardware import available_cores
-from shoal.kernelchoice import KernelChoice
+from shoal.kernels.kernelchoice import KernelChoice
 from shoal.memory.chunks import in_chunks
 from shoal.memory.layout import as_it_travels
 from shoal.pipeline.stops import Stops
@@ -71,9 +71,9 @@ from shoal.planning.replicating import numerics as replica_numerics
 from shoal.planning.sharing import Shared, share
 from shoal.planning.speeds import corrected, speeds_of, why_priced
 from shoal.planning.spilling import Spilling, asked_of
-from shoal.recipe import Recipe
-from shoal.runtime.messages import Measure, Measured, MeasureShards, Order
-from shoal.schedules import schedule_numerics
+from shoal.recipes.recipe import Recipe
+from shoal.recipes.schedules import schedule_numerics
+from shoal.runtime.wire.messages import Measure, Measured, MeasureShards, Order
 
 ENDLESS = Bytes(2**63)
 MOST_ACTIVE = 3

@@ -27,8 +27,8 @@ from shoal.core.spec import (
 )
 from shoal.core.technique import Resident, Spilled
 from shoal.core.units import Bytes, Seconds
-from shoal.fusion.lengths import alike, kind_in
-from shoal.fusion.match import Signature, groups
+from shoal.fusion.matching.lengths import alike, kind_in
+from shoal.fusion.matching.match import Signature, groups
 from shoal.memory.layout import TrialLayout
 from shoal.planner.lanes import Load
 from shoal.planner.narrower import from_key, narrower

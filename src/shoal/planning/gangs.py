@@ -8,7 +8,7 @@ from shoal.core.errors import PlanError
 from shoal.core.spec import DeviceSpec, Scalar, shared_gpus
 from shoal.core.technique import DataParallel, Pipelined, Technique
 from shoal.planning import pipelining, replicating
-from shoal.recipe import Recipe
+from shoal.recipes.recipe import Recipe
 
 
 def early(technique: Technique | None, recipe: Recipe, devices: Sequence[DeviceSpec]) -> None:

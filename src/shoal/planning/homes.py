@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from shoal.core.errors import TooLarge
 from shoal.core.units import format_bytes, list_some
-from shoal.runtime.messages import Noticed
+from shoal.runtime.wire.messages import Noticed
 
 
 @dataclass(frozen=True, slots=True)

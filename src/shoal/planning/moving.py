@@ -19,7 +19,7 @@ from shoal.core.technique import (
 from shoal.core.units import Seconds, counted, format_bytes, format_seconds
 from shoal.planner.away import FROZEN, can_move
 from shoal.planner.need import Request, moved_saved_bytes, need
-from shoal.runtime.messages import Measured
+from shoal.runtime.wire.messages import Measured
 from shoal.spill.generate import route_of
 
 

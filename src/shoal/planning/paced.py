@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from shoal.core.units import counted
-from shoal.runtime.messages import Noticed, Pace
+from shoal.runtime.wire.messages import Noticed, Pace
 
 _SEVERAL = 3
 """Steps that an epoch has at least, so that a count of epochs is none of steps."""

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from shoal import rounding
 from shoal.core.errors import PlanError
 from shoal.core.spec import DeviceSpec, JobMeasure, Scalar, TrialSpec
 from shoal.core.technique import SPILLING, Pipelined, Resident, Schedule, Technique
 from shoal.core.units import Bytes, counted, format_bytes, format_seconds
+from shoal.kernels import rounding
 from shoal.memory.layout import with_previous
 from shoal.pipeline.stops import MOST_S, Stops
 from shoal.planner.choose import about_s
@@ -53,9 +53,9 @@ from shoal.planning.widening import (
     who_needs,
     why_wide,
 )
-from shoal.recipe import Recipe
-from shoal.runtime.messages import Measure, Measured, MeasureShards, Order
-from shoal.schedules import by_evaluations
+from shoal.recipes.recipe import Recipe
+from shoal.recipes.schedules import by_evaluations
+from shoal.runtime.wire.messages import Measure, Measured, MeasureShards, Order
 
 Question = Generator[Order, Measured, Settled]
 """Orders to measure, one after the other; it is sent the answer to each, and returns the end."""

@@ -12,8 +12,8 @@ from shoal.core.plan import Plan
 from shoal.core.spec import DeviceSpec, Place, Scalar, TrialSpec
 from shoal.core.technique import Technique, asks_by_shard
 from shoal.core.units import Seconds
-from shoal.fusion.lengths import told_of_lengths
-from shoal.fusion.match import told_of
+from shoal.fusion.matching.lengths import told_of_lengths
+from shoal.fusion.matching.match import told_of
 from shoal.pipeline.stops import Stops
 from shoal.planning.asking import Asking, Receive
 from shoal.planning.bases import with_frozen
@@ -35,9 +35,9 @@ from shoal.planning.warned import (
     unread_warnings,
     why_unfused,
 )
-from shoal.recipe import Recipe
-from shoal.runtime.messages import Described, Noticed, Order
+from shoal.recipes.recipe import Recipe
 from shoal.runtime.pool import Worker, WorkerPool
+from shoal.runtime.wire.messages import Described, Noticed, Order
 
 
 class Planner:

@@ -17,7 +17,7 @@ from shoal.core.spec import Scalar, TrialSpec
 from shoal.memory.layout import TrialLayout
 from shoal.planning.asking import Asking
 from shoal.planning.changing import MOST
-from shoal.runtime.messages import Describe, Described, Made, Noticed
+from shoal.runtime.wire.messages import Describe, Described, Made, Noticed
 from shoal.search.space import Choice, Distribution, Integer, Uniform
 
 Space = Mapping[str, Distribution]

@@ -22,7 +22,7 @@ from shoal.planner.away import FROZEN
 from shoal.planner.choose import may_go_by_shard
 from shoal.planner.need import Need, Request, goes_by_batch
 from shoal.planner.stages import most_pieces
-from shoal.runtime.messages import Measured
+from shoal.runtime.wire.messages import Measured
 from shoal.spill.generate import route_of
 
 

@@ -8,19 +8,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from shoal import rounding
 from shoal.core.errors import PlanError
 from shoal.core.spec import DeviceSpec, JobMeasure, ReplicaMeasure, Scalar, TrialSpec
 from shoal.core.technique import DataParallel, Resident, Technique
 from shoal.core.units import Bytes, counted, format_bytes, format_seconds
+from shoal.kernels import rounding
 from shoal.planner.need import Request, need
 from shoal.planner.price import Speeds
 from shoal.planner.replicas import Replicated, replicated
 from shoal.planning.pipelining import Question
 from shoal.planning.planned import Settled
-from shoal.recipe import Recipe
-from shoal.runtime.messages import Measure, Measured, MeasureReplica
-from shoal.schedules import by_evaluations
+from shoal.recipes.recipe import Recipe
+from shoal.recipes.schedules import by_evaluations
+from shoal.runtime.wire.messages import Measure, Measured, MeasureReplica
 
 BY_SHARDS = "by shards"
 ROUNDING = {"fp32": 1e-4}

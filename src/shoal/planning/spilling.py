@@ -34,7 +34,7 @@ from shoal.planner.price import Speeds, price
 from shoal.planner.room import Room
 from shoal.planner.width import MOST, InShards
 from shoal.planning.asking import Asking
-from shoal.runtime.messages import (
+from shoal.runtime.wire.messages import (
     Measure,
     MeasureArrayShards,
     Measured,

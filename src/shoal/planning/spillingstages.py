@@ -15,7 +15,7 @@ from shoal.planner.pipeline import Staged
 from shoal.planner.spilledstages import as_measured, fitted, smallest, spilled_candidates
 from shoal.planner.stages import most_pieces
 from shoal.planner.steptime import MESSAGE_S, Terms
-from shoal.runtime.messages import Measured, MeasureShards, Order
+from shoal.runtime.wire.messages import Measured, MeasureShards, Order
 
 MARGINS = (1.0, 0.9, 0.8, 0.65)
 """What should fit is tried, and if it did not what should leave so much of the budget."""

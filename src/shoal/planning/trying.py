@@ -18,7 +18,8 @@ from shoal.core.spec import ArrayMeasure, TrialSpec, WidthMeasure
 from shoal.core.units import Bytes, Seconds
 from shoal.planner.width import MOST, ArrayPace, Candidate
 from shoal.planning.asking import MAX_DEATHS, Asking
-from shoal.runtime.messages import (
+from shoal.runtime.pool import Gone, Worker
+from shoal.runtime.wire.messages import (
     ArrayTry,
     MeasureArray,
     MeasuredArray,
@@ -26,7 +27,6 @@ from shoal.runtime.messages import (
     TimeArray,
     TimedArray,
 )
-from shoal.runtime.pool import Gone, Worker
 
 AT_LENGTH, BRIEFLY = ArrayPace(5, 0.04), ArrayPace(1, 0.0)
 FEWER, FEWER_S = 3, 0.25  # rounds that will do with slices so long

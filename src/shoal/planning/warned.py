@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from shoal.core.event import left_out_words
 from shoal.core.spec import JobMeasure, TrialSpec
-from shoal.runtime.messages import Noticed
+from shoal.runtime.wire.messages import Noticed
 
 
 def unread_warnings(

@@ -26,7 +26,7 @@ from shoal.planner.timetoloss import (
     rival,
     soonest,
 )
-from shoal.runtime.messages import Measured, Order
+from shoal.runtime.wire.messages import Measured, Order
 
 Found = tuple[Measured, Staged]
 Weighed = tuple[Found | None, Sequence[str]]

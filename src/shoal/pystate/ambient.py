@@ -22,21 +22,21 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shoal.bound import code_of
 from shoal.core.closures import closed_over
 from shoal.core.codes import codes_in, names_in
 from shoal.core.errors import TrialError
-from shoal.kernelchoice import KernelChoice
-from shoal.libraries import is_installed, is_library
+from shoal.kernels.kernelchoice import KernelChoice
 from shoal.pystate.iterators import is_iterator
 from shoal.pystate.ofprocess import SETTINGS, OfProcess, may_set
 from shoal.pystate.ofthread import OF_THREAD
 from shoal.pystate.packing import Giving, Unkept, pack
 from shoal.pystate.parts import SPACES, changing_defaults, has_attributes
 from shoal.pystate.values import NOTHING, PLAIN, STREAMS, Look, Note, look_at, put_one
-from shoal.recipe import Recipe
+from shoal.recipes.bound import code_of
+from shoal.recipes.libraries import is_installed, is_library
+from shoal.recipes.recipe import Recipe
+from shoal.recipes.spelled import code_met, spelled, stored_in
 from shoal.source import MAINS
-from shoal.spelled import code_met, spelled, stored_in
 
 DATA = (*PLAIN, type(None), list, dict, set, deque, tuple, Tensor, np.ndarray, *STREAMS, *SPACES)
 """What code may keep something in, beside iterators, functions and objects of the user's."""

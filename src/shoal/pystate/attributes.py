@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from shoal.libraries import is_library
 from shoal.pystate.packing import Giving, Known, Unkept, pack
 from shoal.pystate.parts import STEPPED, Shown, hidden_of, hooks, hooks_of
 from shoal.pystate.values import NOTHING, Look, Note, look_at
-from shoal.schedules import each_schedule, kept_of_model
-from shoal.several import members_of
+from shoal.recipes.libraries import is_library
+from shoal.recipes.schedules import each_schedule, kept_of_model
+from shoal.recipes.several import members_of
 
 SCHEDULE = "the schedule"
 MODE = "whether it is in the model's mode"

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.bound import code_of
-from shoal.libraries import is_library
 from shoal.pystate import ambient
-from shoal.recipe import HP, Recipe, build_model
+from shoal.recipes.bound import code_of
+from shoal.recipes.libraries import is_library
+from shoal.recipes.recipe import HP, Recipe, build_model
+from shoal.recipes.spelled import code_met
 from shoal.rng import capture_rng, restore_rng
-from shoal.spelled import code_met
 
 HOST = torch.device("cpu")
 

@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from shoal.core.codes import names_in
-from shoal.kernelchoice import KernelChoice
+from shoal.kernels.kernelchoice import KernelChoice
 
 SETTINGS = "settings"
 _SETTERS = frozenset(

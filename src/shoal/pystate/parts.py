@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from shoal.core.closures import UNASSIGNED, contents_of
-from shoal.libraries import is_library
 from shoal.pystate.ofthread import OF_THREAD, parts_of_thread
+from shoal.recipes.libraries import is_library
 
 SPACES = (
     *(types.SimpleNamespace, argparse.Namespace),

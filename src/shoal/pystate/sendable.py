@@ -23,10 +23,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shoal.libraries import is_library
 from shoal.pystate.ofthread import OF_THREAD
 from shoal.pystate.parts import SPACES, has_attributes
 from shoal.pystate.values import STREAMS
+from shoal.recipes.libraries import is_library
 from shoal.source import MAINS
 
 ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes, tuple, frozenset))

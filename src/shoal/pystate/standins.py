@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from shoal.libraries import is_library
 from shoal.pystate.fingerprints import Fingerprint
 from shoal.pystate.ofthread import OF_THREAD, OfThread, parts_of_thread
 from shoal.pystate.parts import attributes_of, function_parts, has_attributes
@@ -36,6 +35,7 @@ from shoal.pystate.sendable import (
     is_transparent,
 )
 from shoal.pystate.values import STREAMS, filler_of, state_of
+from shoal.recipes.libraries import is_library
 
 _MADE_OF: dict[type, Callable[[Any], dict[str, Any]]] = {
     functools.partial: lambda one: {"func": one.func, "args": one.args, "named": one.keywords},

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
-from shoal.libraries import INSTALLED
+from shoal.recipes.libraries import INSTALLED
 from shoal.source import MAINS
 
 

@@ -27,6 +27,7 @@ def qualname(value: Any) -> str:
     """``module.name`` of a function or class."""
     name = str(getattr(value, "__qualname__", None) or getattr(value, "__name__", "?"))
     module = str(getattr(value, "__module__", None) or "builtins")
+    module = module.replace("shoal.recipes.", "shoal.")  # as studies have it on record
     return name if module == "builtins" else f"{module}.{name}"
 
 

@@ -25,7 +25,7 @@ import torch
 from shoal.core.errors import OrderError
 from shoal.partition.build import clone_batch
 from shoal.partition.draws import DrawRecorder, Recordings
-from shoal.recipe import Batch
+from shoal.recipes.recipe import Batch
 from shoal.rng import RngState, capture_rng, restore_rng, same_rng
 from shoal.runtime.streams import Stream
 from shoal.runtime.task import Task

@@ -9,7 +9,7 @@ from shoal.core.errors import CapacityError
 from shoal.core.units import Bytes
 from shoal.partition.track import AllocationTracker
 from shoal.runtime.interpret import Seat
-from shoal.runtime.outgrown import outgrown
+from shoal.runtime.placing.outgrown import outgrown
 
 
 def counted(seat: Seat[Any], work: Callable[[], None], what: str) -> None:

@@ -13,17 +13,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shoal.bound import clip_limit
 from shoal.core.technique import Resident
 from shoal.data.sources import batch_bytes
 from shoal.memory.layout import split_bytes
 from shoal.program.ir import Action, Op
-from shoal.recipe import Batch, evaluate_metrics, tensors_of
-from shoal.runtime.placed import Placed
+from shoal.recipes.bound import clip_limit
+from shoal.recipes.recipe import Batch, evaluate_metrics, tensors_of
+from shoal.recipes.subsets import clip_factor
+from shoal.runtime.placing.placed import Placed
 from shoal.runtime.task import Task
 from shoal.runtime.tenant import Tenant
 from shoal.runtime.units import Micro
-from shoal.subsets import clip_factor
 
 Work = Callable[[Task, Action], None]
 

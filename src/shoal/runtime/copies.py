@@ -18,16 +18,16 @@ from shoal.memory.layout import Arena
 from shoal.partition.savedset import Cell
 from shoal.program.ir import Action, Part, kept
 from shoal.runtime.compute import Compute
-from shoal.runtime.placed import Placed, place_in_slot, place_what_stays, without_head
-from shoal.runtime.tenant import Tenant
-from shoal.runtime.units import Micro
-from shoal.runtime.waitingroom import (
+from shoal.runtime.placing.placed import Placed, place_in_slot, place_what_stays, without_head
+from shoal.runtime.placing.waitingroom import (
     WaitingRoom,
     aligned,
     input_of,
     planned_places,
     saved_of,
 )
+from shoal.runtime.tenant import Tenant
+from shoal.runtime.units import Micro
 
 Copy = tuple[Tensor, Tensor]
 """Target and source; never empty."""

@@ -46,12 +46,12 @@ from shoal.memory.layout import Arena
 from shoal.memory.ledger import Ledger
 from shoal.partition.track import AllocationTracker, read_bytes, storages_of
 from shoal.program.ir import Action, Op, Part, lone_part
-from shoal.recipe import tensors_of
+from shoal.recipes.recipe import tensors_of
 from shoal.runtime.compute import Compute, Work
 from shoal.runtime.copies import Copies, Copy, copying
 from shoal.runtime.mail import Mail
-from shoal.runtime.outgrown import growth_of, outgrown
-from shoal.runtime.placed import Placed, place_on_host
+from shoal.runtime.placing.outgrown import growth_of, outgrown
+from shoal.runtime.placing.placed import Placed, place_on_host
 from shoal.runtime.score import Score, emulated_seconds, score_of
 from shoal.runtime.task import Issued, Task
 from shoal.runtime.tenant import Tenant

@@ -21,13 +21,23 @@ from shoal.device import Device
 from shoal.memory.layout import arena
 from shoal.memory.ledger import Ledger
 from shoal.memory.store import Region
-from shoal.recipe import Recipe
+from shoal.recipes.recipe import Recipe
 from shoal.runtime.arrays.seat import ArraySeat
-from shoal.runtime.desks import Desks
-from shoal.runtime.house import House
 from shoal.runtime.interpret import Seat
 from shoal.runtime.measuring.measure import Measurer
-from shoal.runtime.messages import (
+from shoal.runtime.printing.output import TrialOutput
+from shoal.runtime.reports import Reports
+from shoal.runtime.runahead import RunAhead, seconds_of
+from shoal.runtime.saving import checkpoint
+from shoal.runtime.saving.saver import Saver
+from shoal.runtime.score import is_sampled
+from shoal.runtime.seats.desks import Desks
+from shoal.runtime.seats.house import House
+from shoal.runtime.seats.parking import Parking
+from shoal.runtime.seats.stay import Arrival, Lobby, Stay, here
+from shoal.runtime.session import Session
+from shoal.runtime.task import Task
+from shoal.runtime.wire.messages import (
     Extend,
     Forgotten,
     Grant,
@@ -42,17 +52,7 @@ from shoal.runtime.messages import (
     Shutdown,
     Stop,
 )
-from shoal.runtime.output import TrialOutput
-from shoal.runtime.parking import Parking
-from shoal.runtime.reports import Reports
-from shoal.runtime.runahead import RunAhead, seconds_of
-from shoal.runtime.saving import checkpoint
-from shoal.runtime.saving.saver import Saver
-from shoal.runtime.score import is_sampled
-from shoal.runtime.session import Session
-from shoal.runtime.stay import Arrival, Lobby, Stay, here
-from shoal.runtime.task import Task
-from shoal.runtime.word import Word
+from shoal.runtime.wire.word import Word
 from shoal.scheduler.interleave import Interleaver
 from shoal.spill import generate
 

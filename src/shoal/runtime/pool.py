@@ -19,8 +19,8 @@ from shoal.core.errors import WorkerError
 from shoal.core.spec import NO_BYTES, DeviceSpec
 from shoal.core.units import Bytes
 from shoal.forkserver import ForkServer
-from shoal.runtime.channel import Channel
-from shoal.runtime.messages import (
+from shoal.runtime.wire.channel import Channel
+from shoal.runtime.wire.messages import (
     RECORDER,
     Broken,
     Configure,
@@ -34,7 +34,7 @@ from shoal.runtime.messages import (
 from shoal.workerenv import raise_file_limit, worker_environment
 
 if TYPE_CHECKING:  # this module is read before torch is: a worker starts while it loads
-    from shoal.kernelchoice import KernelChoice
+    from shoal.kernels.kernelchoice import KernelChoice
 
 MODULE = "shoal.runtime.worker"
 _STACK_BYTES = 64 * 2**10

@@ -23,13 +23,13 @@ from shoal.core.units import Bytes
 from shoal.device import Device, EmulatedDevice, Ran
 from shoal.device.allocator import allocator_here
 from shoal.frames import own_traceback
-from shoal.runtime.actionrows import ActionRows, Row
 from shoal.runtime.arrays.seat import ArraySeat
 from shoal.runtime.interpret import Seat
-from shoal.runtime.messages import Happened, Refused, Reply
 from shoal.runtime.saving.saver import Saver
 from shoal.runtime.session import Session
 from shoal.runtime.task import Issued
+from shoal.runtime.wire.actionrows import ActionRows, Row
+from shoal.runtime.wire.messages import Happened, Refused, Reply
 
 TELL_EVERY_S = 0.1
 

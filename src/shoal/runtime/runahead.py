@@ -26,8 +26,8 @@ from shoal.device import Device, Event
 from shoal.program.costs import unit_seconds
 from shoal.program.ir import Action, Op
 from shoal.runtime.interpret import Seat
+from shoal.runtime.seats.stay import Stay
 from shoal.runtime.session import Session
-from shoal.runtime.stay import Stay
 
 UNITS = 2
 """So many may be submitted and not over, whatever they take: one computes, one waits."""

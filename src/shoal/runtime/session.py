@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal import schedules
-from shoal.bound import bound
 from shoal.core.errors import NarrowError, TrialError
 from shoal.core.plan import Job
 from shoal.core.spec import HyperParameters
@@ -28,14 +26,21 @@ from shoal.core.technique import (
 )
 from shoal.data import Feed
 from shoal.device.losses import Losses, not_finite, readback_of
-from shoal.habits import habits_of, trained, unfreezes
 from shoal.memory.chunks import chunk_names
 from shoal.memory.layout import TrialLayout, lenders
 from shoal.memory.split import write_params
 from shoal.memory.store import Region, keep, state_views, views
-from shoal.optimizers import build_optimizer_of
-from shoal.ownstep import Losses as OwnLosses
-from shoal.ownstep import (
+from shoal.partition.build import clone_batch
+from shoal.partition.chain import Chain
+from shoal.partition.compiled import compiles
+from shoal.partition.narrow import UseWatch, has_hooks
+from shoal.partition.preserve import place_of
+from shoal.recipes import schedules
+from shoal.recipes.bound import bound
+from shoal.recipes.habits import habits_of, trained, unfreezes
+from shoal.recipes.optimizers import build_optimizer_of
+from shoal.recipes.ownstep import Losses as OwnLosses
+from shoal.recipes.ownstep import (
     Modes,
     OwnStep,
     Tally,
@@ -43,21 +48,16 @@ from shoal.ownstep import (
     require_evaluation,
     require_metric,
 )
-from shoal.partition.build import clone_batch
-from shoal.partition.chain import Chain
-from shoal.partition.compiled import compiles
-from shoal.partition.narrow import UseWatch, has_hooks
-from shoal.partition.preserve import place_of
-from shoal.recipe import Found, Recipe, build_model, read_data, rounding_of, to_device
+from shoal.recipes.recipe import Found, Recipe, build_model, read_data, rounding_of, to_device
 from shoal.rng import RngState, capture_rng, restore_rng, seed_all
 from shoal.runtime.ahead import Ahead, Counted
-from shoal.runtime.binding import Binding
 from shoal.runtime.capture.captured import CapturedUnits
 from shoal.runtime.capture.captures import Captures
-from shoal.runtime.layouts import sum_whole
-from shoal.runtime.making import weights_where_they_step
 from shoal.runtime.measuring.chains import Chains, chain_of
-from shoal.runtime.messages import Progress, Settings
+from shoal.runtime.placing.binding import Binding
+from shoal.runtime.placing.layouts import sum_whole
+from shoal.runtime.placing.making import weights_where_they_step
+from shoal.runtime.placing.unplaced import require_places
 from shoal.runtime.saving.extrastate import extra_state, give_extra_state
 from shoal.runtime.saving.pythonstate import PythonState
 from shoal.runtime.task import Task
@@ -68,8 +68,8 @@ from shoal.runtime.units import (
     ResidentUnits,
     Units,
 )
-from shoal.runtime.unplaced import require_places
 from shoal.runtime.validating import Validating
+from shoal.runtime.wire.messages import Progress, Settings
 from shoal.spill.generate import route_of
 
 

@@ -10,7 +10,7 @@ import torch
 from shoal.core.plan import Job
 from shoal.memory.layout import TrialLayout
 from shoal.memory.store import Region
-from shoal.recipe import Recipe
+from shoal.recipes.recipe import Recipe
 
 
 class Tenant(Protocol):

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from shoal.core.errors import NarrowError, OrderError
-from shoal.ownstep import Losses, OwnStep, own_evaluation
 from shoal.partition.chain import Chain
 from shoal.partition.draws import DrawRecorder
 from shoal.partition.measure import private_wires
@@ -33,7 +32,8 @@ from shoal.partition.units import (
 )
 from shoal.partition.wires import storage_key
 from shoal.program.ir import Program
-from shoal.recipe import HP, Recipe, autocast, loss_and_output
+from shoal.recipes.ownstep import Losses, OwnStep, own_evaluation
+from shoal.recipes.recipe import HP, Recipe, autocast, loss_and_output
 from shoal.rng import RngState, capture_rng, restore_rng
 from shoal.runtime.streams import Stream, drawing_nothing
 from shoal.spill import generate
@@ -178,7 +178,7 @@ class ResidentUnits:
 
 
 class OwnUnits(ResidentUnits):
-    """A step of one's own in one unit, with the optimizers' steps; see ``shoal.ownstep``."""
+    """A step of one's own in one unit, with the optimizers' steps; see ``recipes/ownstep.py``."""
 
     def __init__(
         self,

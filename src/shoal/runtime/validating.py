@@ -8,8 +8,8 @@ from typing import Any
 
 from shoal.core.errors import ShoalError, SpecError
 from shoal.data import Feed
-from shoal.ownstep import summed_up
-from shoal.recipe import Batch, Found, Recipe
+from shoal.recipes.ownstep import summed_up
+from shoal.recipes.recipe import Batch, Found, Recipe
 
 FIRST_BATCH = "in validation, of its first batch, before anything was trained"
 """Where a trial is measured."""

@@ -37,12 +37,13 @@ from shoal.device import CudaDevice, Device, open_device
 from shoal.device.allocator import allocator_here, held_by_libraries
 from shoal.partition.compiled import watch_compiling
 from shoal.pystate import ambient
-from shoal.recipe import Recipe, with_fixed_data
-from shoal.runtime.channel import Channel
+from shoal.recipes.recipe import Recipe, with_fixed_data
 from shoal.runtime.loop import DeviceLoop
 from shoal.runtime.measuring.describe import own_error
 from shoal.runtime.measuring.measure import Measurer
-from shoal.runtime.messages import (
+from shoal.runtime.printing.output import TrialOutput
+from shoal.runtime.wire.channel import Channel
+from shoal.runtime.wire.messages import (
     RECORDER,
     Broken,
     Configure,
@@ -53,7 +54,6 @@ from shoal.runtime.messages import (
     Reply,
     Shutdown,
 )
-from shoal.runtime.output import TrialOutput
 from shoal.workerenv import die_with_parent, ignore_interrupts, warm_up
 
 Orders = queue.SimpleQueue[tuple[Order, tuple[int, ...]]]

@@ -12,7 +12,7 @@ from shoal.core.errors import SpecError
 from shoal.observe import is_running, read_outline
 from shoal.observe.snapshot import Snapshot
 from shoal.observe.states import study_state, trial_state
-from shoal.runtime.triallog import log_path
+from shoal.runtime.printing.triallog import log_path
 from shoal.ui.failures import ExitCode
 from shoal.ui.studies import find_recorded, wait_while_running
 

@@ -20,18 +20,18 @@ from shoal.core.arraykeys import has_one_base, looped_in, stacks_all
 from shoal.core.errors import ShoalError, SpecError, StorageError
 from shoal.core.seats import epochs_of
 from shoal.frames import user_line
-from shoal.kernelchoice import EXACT, STRICT, TOLD, KernelChoice, only_deterministic
+from shoal.kernels.kernelchoice import EXACT, STRICT, TOLD, KernelChoice, only_deterministic
 from shoal.observe.reader import read_outline
 from shoal.observe.rows import TrialRow, TrialState
 from shoal.observe.snapshot import Snapshot
 from shoal.planning import BY_SHARDS, array_kind, array_place
 from shoal.pystate import ambient
-from shoal.recipe import Recipe
+from shoal.recipes.recipe import Recipe
+from shoal.recipes.schedules import schedule_numerics
 from shoal.report import TrialResult, read_report
 from shoal.resume.recipe import describe_recipe
 from shoal.resume.since import changed_since, changed_words
 from shoal.runtime.gangs.pipelined import without_versions
-from shoal.schedules import schedule_numerics
 from shoal.testing import PlainResult, PlainTrial, compare, plain_population
 from shoal.verify.best import as_of, best_of, keeps_best, step_of
 from shoal.verify.choose import skip_reason, warm_clones, with_two_recipes, without_state

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from shoal.core.errors import SpecError
-from shoal.named import Origin
 from shoal.observe.reader import read_outline
 from shoal.observe.snapshot import Snapshot
 from shoal.pystate import Ambient
-from shoal.recipe import Recipe
+from shoal.recipes.named import Origin
+from shoal.recipes.recipe import Recipe
 from shoal.source import keeping_arguments
 from shoal.verify.choose import rows_to_verify
 from shoal.verify.compare import TrialVerdict, verify_trials

@@ -9,11 +9,11 @@ from typing import Any
 
 from shoal.core.errors import SpecError
 from shoal.core.event import Evaluated, StepFinished
-from shoal.named import recall_recipe
 from shoal.observe.reader import read_events, read_trial
 from shoal.observe.rows import TrialRow, TrialState
 from shoal.observe.snapshot import Snapshot
-from shoal.recipe import Recipe
+from shoal.recipes.named import recall_recipe
+from shoal.recipes.recipe import Recipe
 from shoal.source import load_recorded, load_study, reading_for
 
 

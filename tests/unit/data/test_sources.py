@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from shoal.data import host_bytes, rule_of
 from shoal.data.sources import name_of, replay_rule
-from shoal.recipe import epoch_length
+from shoal.recipes.recipe import epoch_length
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 

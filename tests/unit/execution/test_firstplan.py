@@ -10,8 +10,8 @@ from shoal.core.spec import DeviceSpec, TrialSpec
 from shoal.core.units import Bytes
 from shoal.execution.firstplan import FirstPlan
 from shoal.execution.watchdog import Watchdog
-from shoal.runtime.messages import Broken, Describe, Described, Happened, Measure
 from shoal.runtime.pool import Gone
+from shoal.runtime.wire.messages import Broken, Describe, Described, Happened, Measure
 from shoal.testing import ManualClock
 
 STACKS = """Thread 0x00007f0000000001 (most recent call first):

@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import shoal
-from shoal.fusion.asked import answers, questions
-from shoal.fusion.match import first_difference
-from shoal.fusion.signature import signature_of
+from shoal.fusion.matching.asked import answers, questions
+from shoal.fusion.matching.match import first_difference
+from shoal.fusion.matching.signature import signature_of
 
 
 class Asks(nn.Module):

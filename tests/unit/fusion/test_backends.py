@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from shoal.fusion import Array, LoopBackend, Member, StackedBackend
-from shoal.fusion.branches import BranchesBackend
-from shoal.recipe import Recipe
+from shoal.fusion.graphs.branches import BranchesBackend
+from shoal.recipes.recipe import Recipe
 from shoal.rng import capture_rng
 from shoal.testing import same_bits
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch._inductor import cpp_builder
 
-from shoal.fusion.compiled import _whole_files
+from shoal.fusion.graphs.compiled import _whole_files
 
 
 def test_what_is_compiled_has_its_name_once_it_is_whole(tmp_path, monkeypatch):

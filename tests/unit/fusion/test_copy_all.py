@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shoal.fusion.crew import Undo, copy_all
-from shoal.fusion.stacked import Stacked
+from shoal.fusion.rows.stacked import Stacked
 
 KINDS = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint16, torch.complex64)
 

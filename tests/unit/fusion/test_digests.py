@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch
 
-from shoal.fusion.digests import Digests
-from shoal.fusion.processwide import settings_of_process
+from shoal.fusion.effects.processwide import settings_of_process
+from shoal.fusion.matching.digests import Digests
 
 
 class Node:

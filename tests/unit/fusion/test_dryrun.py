@@ -8,11 +8,11 @@ from torch import nn
 
 from shoal.core.spec import HyperParameters
 from shoal.fusion import Member, dry_run
-from shoal.fusion.globals import identity
+from shoal.fusion.effects.globals import identity
 from shoal.fusion.likeness import close
-from shoal.ownstep import Modes
 from shoal.partition.track import AllocationTracker
-from shoal.recipe import Recipe
+from shoal.recipes.ownstep import Modes
+from shoal.recipes.recipe import Recipe
 from shoal.rng import capture_rng
 
 pytestmark = pytest.mark.usefixtures("one_thread")

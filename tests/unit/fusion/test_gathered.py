@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shoal.fusion import Declined
-from shoal.fusion.gathered import Gathered
+from shoal.fusion.passes.gathered import Gathered
 
 NOBODYS = math.nan  # what a pass may leave in the rows of slots that take no part
 

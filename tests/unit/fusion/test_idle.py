@@ -8,10 +8,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from shoal.fusion import Array, Member, backend_of
-from shoal.fusion.compiled import compiler
-from shoal.fusion.idle import add_gradients, nothing_for_idle
+from shoal.fusion.graphs.compiled import compiler
+from shoal.fusion.passes.idle import add_gradients, nothing_for_idle
 from shoal.partition.track import AllocationTracker
-from shoal.recipe import Recipe
+from shoal.recipes.recipe import Recipe
 from shoal.rng import capture_rng
 
 

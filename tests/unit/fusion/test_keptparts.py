@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from shoal.fusion.keptparts import Part, named_parts, names_in, with_names, with_tensors
+from shoal.fusion.rows.keptparts import Part, named_parts, names_in, with_names, with_tensors
 
 
 class Penalty(NamedTuple):

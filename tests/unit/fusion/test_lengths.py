@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.fusion.lengths import (
+from shoal.fusion.matching.lengths import (
     alike,
     is_open,
     joined,
@@ -15,8 +15,8 @@ from shoal.fusion.lengths import (
     settled,
     told_of_lengths,
 )
-from shoal.fusion.match import Signature, groups
-from shoal.fusion.signature import kind_of
+from shoal.fusion.matching.match import Signature, groups
+from shoal.fusion.matching.signature import kind_of
 
 
 def texts(rows, length, dtype=torch.int64):

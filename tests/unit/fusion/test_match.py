@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.fusion.match import Signature, first_difference, groups, told_apart
+from shoal.fusion.matching.match import Signature, first_difference, groups, told_apart
 
 ONE = Signature((("the model", "Net"), ("parameter 'w'", "float32 [4]")))
 WIDE = Signature((("the model", "Net"), ("parameter 'w'", "float32 [8]")))

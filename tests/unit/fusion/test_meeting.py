@@ -12,7 +12,7 @@ import types
 
 import pytest
 
-from shoal.fusion.meeting import Abandoned, Lanes, Run, current_run, in_turns
+from shoal.fusion.passes.meeting import Abandoned, Lanes, Run, current_run, in_turns
 
 
 def ask(key, asked=None):

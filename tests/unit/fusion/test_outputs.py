@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shoal.fusion.outputs import by_slot, taken_apart
-from shoal.fusion.perslot import PerSlot
+from shoal.fusion.passes.outputs import by_slot, taken_apart
+from shoal.fusion.rows.perslot import PerSlot
 
 Pair = namedtuple("Pair", "first second")
 

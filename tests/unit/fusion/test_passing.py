@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from shoal.fusion.passing import handed_on
+from shoal.fusion.effects.passing import handed_on
 
 
 class Norm(nn.Module):

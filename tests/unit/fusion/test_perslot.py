@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend
 
-from shoal.fusion.blend import blend, blend_settings
 from shoal.fusion.declined import Declined, Disagreement
-from shoal.fusion.perslot import PerSlot, in_words, values_of
+from shoal.fusion.rows.blend import blend, blend_settings
+from shoal.fusion.rows.perslot import PerSlot, in_words, values_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

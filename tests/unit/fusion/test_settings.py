@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.fusion.settings import MOST, configuration
+from shoal.fusion.effects.settings import MOST, configuration
 from shoal.pystate import ambient
 from shoal.rng import seeded_host
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from shoal.fusion.graph import same_bits
-from shoal.fusion.sidebyside import put_side_by_side, side_by_side
+from shoal.fusion.graphs.graph import same_bits
+from shoal.fusion.passes.sidebyside import put_side_by_side, side_by_side
 
 
 def _gradient_of(code, *shape, dtype=torch.float32):

@@ -9,13 +9,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from shoal.fusion import first_difference, signature_of, told_apart
-from shoal.fusion.blend import blend
-from shoal.fusion.constants import constants_of
 from shoal.fusion.declined import Declined
-from shoal.fusion.globals import global_settings
-from shoal.fusion.signature import described
-from shoal.recipe import Recipe
-from shoal.wholeset import WholeSet
+from shoal.fusion.effects.globals import global_settings
+from shoal.fusion.graphs.constants import constants_of
+from shoal.fusion.matching.signature import described
+from shoal.fusion.rows.blend import blend
+from shoal.recipes.recipe import Recipe
+from shoal.recipes.wholeset import WholeSet
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.fusion.stacked import Stacked
+from shoal.fusion.rows.stacked import Stacked
 from shoal.testing import same_bits
 
 pytestmark = pytest.mark.usefixtures("one_thread")

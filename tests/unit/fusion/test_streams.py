@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shoal.fusion.streams import SlotStreams
+from shoal.fusion.passes.streams import SlotStreams
 from shoal.rng import capture_rng, restore_rng, seed_all
 
 pytestmark = pytest.mark.usefixtures("one_thread")

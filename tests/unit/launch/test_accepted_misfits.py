@@ -12,8 +12,8 @@ import torch
 import shoal
 from shoal.core.errors import TrialError
 from shoal.core.event import CheckpointDamaged, StepFinished, StudyChanged
+from shoal.recipes.schedules import give_state
 from shoal.report import read_report
-from shoal.schedules import give_state
 from shoal.source import load_study
 
 FILE = """

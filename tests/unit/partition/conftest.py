@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from shoal.partition.build import build_chain
 from shoal.partition.drive import every_layer, sharded_backward
-from shoal.recipe import Recipe, autocast, compute_loss, model_inputs
+from shoal.recipes.recipe import Recipe, autocast, compute_loss, model_inputs
 from shoal.rng import capture_rng, same_rng, seed_all
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ from shoal.partition.drive import every_layer, sharded_evaluation
 from shoal.partition.evaluated import may_stand_for
 from shoal.partition.pilot import pilot
 from shoal.partition.preserve import evaluating
-from shoal.recipe import autocast, compute_loss
+from shoal.recipes.recipe import autocast, compute_loss
 
 CPU = torch.device("cpu")
 

@@ -14,7 +14,7 @@ from shoal.partition.build import build_chain
 from shoal.partition.drive import every_layer, forward_all, run_evaluation
 from shoal.partition.measure import measure_layers
 from shoal.partition.pilot import pilot
-from shoal.recipe import loss_and_output
+from shoal.recipes.recipe import loss_and_output
 from shoal.rng import seed_all
 
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from shoal.partition.discover import NotCuttable
 from shoal.partition.drive import every_layer, sharded_backward, sharded_evaluation
 from shoal.partition.preserve import has_other
 from shoal.partition.unwritten import Unwritten
-from shoal.recipe import Recipe
+from shoal.recipes.recipe import Recipe
 
 
 @pytest.fixture

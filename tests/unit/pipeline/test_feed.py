@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from shoal.core.errors import SpecError, TrialError
 from shoal.pipeline.feed import Feed, group_sizes
-from shoal.recipe import chunks
+from shoal.recipes.recipe import chunks
 
 
 @pytest.mark.parametrize("count", [1, 3, 4, 7, 8])

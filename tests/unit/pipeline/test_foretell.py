@@ -13,7 +13,7 @@ from shoal.core.errors import TrialError
 from shoal.partition.build import build_chain
 from shoal.pipeline.foretell import Foretelling
 from shoal.pipeline.run import run_stages
-from shoal.recipe import Recipe
+from shoal.recipes.recipe import Recipe
 from shoal.rng import capture_rng, restore_rng, same_rng
 from shoal.testing import compare, plain_loop
 

@@ -9,7 +9,7 @@ from torch import nn
 from shoal.core.errors import PlanError, SpecError
 from shoal.pipeline.processes import StageProcesses
 from shoal.pipeline.run import run_stages
-from shoal.recipe import Recipe
+from shoal.recipes.recipe import Recipe
 
 
 def model(hp):

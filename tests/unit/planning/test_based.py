@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.core.arraykeys import Base
-from shoal.fusion.match import Signature
+from shoal.fusion.matching.match import Signature
 from shoal.planning.based import base_in, based, without_base
 
 ONE, OTHER = Signature((("model", "a"),)), Signature((("model", "b"),))

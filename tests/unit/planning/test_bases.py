@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shoal.planning.bases import with_frozen
-from shoal.runtime.messages import Noticed
+from shoal.runtime.wire.messages import Noticed
 from shoal.testing import make_job, make_shard
 
 

@@ -15,7 +15,7 @@ from shoal.memory.layout import TensorSpec, lay_out
 from shoal.planner.need import Request, need
 from shoal.planning.capturing import Capturing
 from shoal.planning.planned import Settled
-from shoal.runtime.messages import Measure, Measured
+from shoal.runtime.wire.messages import Measure, Measured
 from shoal.testing import make_device, make_job, make_measure, make_shard
 
 TRIAL = TrialSpec(number=3, hp={}, seed=3)

@@ -7,9 +7,9 @@ import pytest
 import shoal
 from shoal.core.errors import PlanError
 from shoal.core.spec import TrialSpec
-from shoal.fusion.match import Signature
+from shoal.fusion.matching.match import Signature
 from shoal.planning.changing import MOST, changes_of, why_apart
-from shoal.runtime.messages import Described
+from shoal.runtime.wire.messages import Described
 
 TRIAL = TrialSpec(number=7, hp={"lr": 0.1, "depth": 2, "act": "relu"}, seed=3)
 SPACE = {"lr": shoal.uniform(0.0, 1.0), "depth": shoal.integer(1, 2)}

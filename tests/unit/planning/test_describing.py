@@ -9,8 +9,8 @@ from shoal.core.spec import TrialSpec
 from shoal.core.technique import Resident
 from shoal.planning.asking import EACH, MAX_DEATHS, Asking
 from shoal.planning.planned import Settled
-from shoal.runtime.messages import Described, Measure, Measured, Refused
 from shoal.runtime.pool import Gone
+from shoal.runtime.wire.messages import Described, Measure, Measured, Refused
 from shoal.testing import make_measure
 
 TRIALS = [TrialSpec(number=n, hp={}, seed=n) for n in range(3 * EACH + 1)]

@@ -24,13 +24,13 @@ from shoal.core.seats import Epoch, epochs_of
 from shoal.core.spec import TrialSpec
 from shoal.core.technique import Captured, Resident, Spilled
 from shoal.core.units import Bytes, Seconds
-from shoal.fusion.match import Signature
+from shoal.fusion.matching.match import Signature
 from shoal.planning.arrayjobs import seats_taken
 from shoal.planning.fusing import ALONE, Fusing, width_wished
 from shoal.planning.reseating import array_kind, array_place, recorded_width
 from shoal.planning.times import Times
-from shoal.runtime.messages import ArrayTry, MeasuredArray, TimeArray, TimedArray
 from shoal.runtime.pool import Gone
+from shoal.runtime.wire.messages import ArrayTry, MeasuredArray, TimeArray, TimedArray
 from shoal.testing import make_device, make_job
 
 ONE, OTHER = Signature((("the model", "one"),)), Signature((("the model", "other"),))

@@ -9,7 +9,7 @@ from torch import nn
 from shoal.core.errors import TooLarge
 from shoal.planning import HomeRoom
 from shoal.runtime.measuring.describe import _least_state
-from shoal.runtime.messages import Noticed
+from shoal.runtime.wire.messages import Noticed
 
 MIB = 2**20
 NOTICED = {0: Noticed(state_bytes=2 * MIB), 1: Noticed(state_bytes=9 * MIB), 2: Noticed()}

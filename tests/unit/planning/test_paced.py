@@ -8,9 +8,9 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from shoal.planning.paced import Length, length_of, pace_warnings, too_short
+from shoal.recipes.schedules import as_one_schedule
 from shoal.runtime.measuring.paces import paces_of
-from shoal.runtime.messages import Noticed, Pace
-from shoal.schedules import as_one_schedule
+from shoal.runtime.wire.messages import Noticed, Pace
 
 EIGHT = Length(80, 8, 10)
 """Epochs of ten steps."""

@@ -15,7 +15,7 @@ from shoal.core.seats import ALONE, Epoch, epochs_of
 from shoal.core.spec import JobMeasure, LayerMeasure, TrialSpec
 from shoal.core.technique import Pipelined, Resident, Spilled
 from shoal.core.units import Bytes, Seconds
-from shoal.fusion.match import Signature
+from shoal.fusion.matching.match import Signature
 from shoal.memory.layout import Segment, TrialLayout, lay_out
 from shoal.planner.need import Need, Request
 from shoal.planner.price import Speeds
@@ -31,7 +31,7 @@ from shoal.planning.spilling import (
     asked_of,
     with_batches,
 )
-from shoal.runtime.messages import (
+from shoal.runtime.wire.messages import (
     ArrayTry,
     Measure,
     MeasureArrayShards,

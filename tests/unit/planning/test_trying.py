@@ -18,14 +18,14 @@ from shoal.planning.trying import (
     noise_of,
     try_arrays,
 )
-from shoal.runtime.messages import (
+from shoal.runtime.pool import Gone
+from shoal.runtime.wire.messages import (
     ArrayTry,
     MeasuredArray,
     Refused,
     TimeArray,
     TimedArray,
 )
-from shoal.runtime.pool import Gone
 
 TRIALS = [TrialSpec(number=n, hp={}, seed=n) for n in range(8)]
 BUILT = ArrayTry(unit_bytes=Bytes(7), build_s=Seconds(0.5), once_s=(0.01, 0.02, 0.0, 0.0), nodes=3)

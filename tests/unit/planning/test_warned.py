@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shoal.core.spec import TrialSpec
 from shoal.planning.warned import mixed_warnings, unread_warnings
-from shoal.runtime.messages import Noticed
+from shoal.runtime.wire.messages import Noticed
 
 
 def trial(number, **hp):

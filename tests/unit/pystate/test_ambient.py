@@ -13,11 +13,11 @@ from torch import nn
 import shoal
 from shoal.core.errors import TrialError
 from shoal.core.spec import TrialSpec
-from shoal.libraries import found_along, module_of
 from shoal.pystate import Ambient
 from shoal.pystate.ambient import Hollow, tried, watch
+from shoal.recipes.libraries import found_along, module_of
 from shoal.runtime.measuring.describe import describe
-from shoal.runtime.messages import Describe
+from shoal.runtime.wire.messages import Describe
 
 RATE = 1.0
 SETTINGS = {"scale": 1, "cache": None}

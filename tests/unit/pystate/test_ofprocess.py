@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.kernelchoice import KernelChoice
+from shoal.kernels.kernelchoice import KernelChoice
 from shoal.pystate import Ambient
 
 

@@ -249,7 +249,7 @@ def test_a_study_from_a_file_imports_its_recipe_again_with_its_arguments(
 SCRIPT = textwrap.dedent("""
     import sys
     from torch import nn
-    from shoal.recipe import Recipe
+    from shoal.recipes.recipe import Recipe
     from shoal.study import Study
 
     class Tied(nn.Module):

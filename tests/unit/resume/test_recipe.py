@@ -149,6 +149,14 @@ def test_shoal_itself_is_a_library(describe: Describe) -> None:
     assert record.sources == {}
 
 
+def test_what_users_import_of_shoal_has_the_name_that_older_records_have(
+    describe: Describe,
+) -> None:
+    record = describe("from shoal import WholeSet\nrecipe = Recipe(loss=WholeSet)\n")
+
+    assert record.fields["loss"].startswith("shoal.wholeset.WholeSet of shoal")
+
+
 def test_definitions_that_name_each_other_are_each_there_once(describe: Describe) -> None:
     text = "def even(n):\n    return n == 0 or odd(n - 1)\n\ndef odd(n):\n    return not even(n)\n"
     text += "\nrecipe = Recipe(model=even, loss=odd)\n"

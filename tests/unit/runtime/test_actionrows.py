@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.runtime.actionrows import SHORT_S, ActionRows, Row
+from shoal.runtime.wire.actionrows import SHORT_S, ActionRows, Row
 
 STREAMS = ("compute", "up", "down", "host")
 

@@ -11,7 +11,7 @@ from shoal.core.spec import ALIGNMENT, TrialSpec
 from shoal.core.units import round_up
 from shoal.runtime.measuring import bases
 from shoal.runtime.measuring.describe import describe
-from shoal.runtime.messages import Describe
+from shoal.runtime.wire.messages import Describe
 
 BUILT = []
 

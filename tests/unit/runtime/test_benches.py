@@ -12,9 +12,9 @@ from torch import nn
 from shoal.core.spec import TrialSpec
 from shoal.device import open_device
 from shoal.fusion import Declined
-from shoal.recipe import Recipe
+from shoal.recipes.recipe import Recipe
 from shoal.runtime.measuring.measure import Measurer
-from shoal.runtime.messages import MeasureArray, Refused, TimeArray, TimedArray
+from shoal.runtime.wire.messages import MeasureArray, Refused, TimeArray, TimedArray
 from shoal.testing import make_device
 
 TRIALS = tuple(TrialSpec(number=number, hp={"lr": 0.1}, seed=number) for number in range(4))

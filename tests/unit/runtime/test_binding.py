@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from shoal.core.errors import SpecError
-from shoal.runtime.binding import Binding
-from shoal.runtime.placed import Placed
+from shoal.runtime.placing.binding import Binding
+from shoal.runtime.placing.placed import Placed
 
 CPU = torch.device("cpu")
 

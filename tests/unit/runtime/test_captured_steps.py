@@ -11,7 +11,7 @@ import torch
 
 from shoal.fusion import Array, backend_of
 from shoal.fusion.batches import layout_of
-from shoal.fusion.launcher import ByCode
+from shoal.fusion.graphs.launcher import ByCode
 from shoal.fusion.optim import FusedSteps
 from shoal.runtime.capture.cudagraph import REPEATS, CapturedSteps
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from shoal.core.spec import TrialSpec
-from shoal.recipe import Recipe
+from shoal.recipes.recipe import Recipe
 from shoal.runtime.measuring.coupling import ELEMENTWISE, Coupling, coupling_of
 
 LAYERS = [["0.weight", "0.bias"], ["1.weight", "1.bias"]]

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from shoal.core.spec import HyperParameters, TrialSpec
-from shoal.recipe import Recipe
+from shoal.recipes.recipe import Recipe
 from shoal.runtime.measuring import describe
-from shoal.runtime.messages import Describe
+from shoal.runtime.wire.messages import Describe
 
 
 def signature(recipe: Recipe, hp: dict) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shoal.partition.build import build_chain
-from shoal.recipe import Recipe
+from shoal.recipes.recipe import Recipe
 from shoal.rng import capture_rng, same_rng
 from shoal.runtime.measuring.drawing import with_draws
 from shoal.testing import make_layer, make_measure

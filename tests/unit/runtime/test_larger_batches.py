@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.core.technique import Resident
 from shoal.program.ir import Action, Op
-from shoal.recipe import tensors_of
+from shoal.recipes.recipe import tensors_of
 from shoal.runtime.compute import Compute
 from shoal.runtime.task import Task
 from shoal.runtime.units import Micro

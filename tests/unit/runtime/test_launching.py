@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from shoal.core.plan import ArrayPlace
-from shoal.fusion import Array, backend_of, traced
+from shoal.fusion import Array, backend_of
 from shoal.fusion.batches import layout_of
-from shoal.fusion.launcher import ByCode, Ready
+from shoal.fusion.graphs import traced
+from shoal.fusion.graphs.launcher import ByCode, Ready
 from shoal.partition.track import AllocationTracker
 from shoal.runtime.arrays.desk import MOST, ArrayDesk
 from shoal.runtime.capture.captures import Captures

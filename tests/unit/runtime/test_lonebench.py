@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from shoal.core.spec import TrialSpec
 from shoal.core.units import Bytes
 from shoal.fusion import Declined
-from shoal.ownstep import OwnStep
-from shoal.recipe import Recipe
+from shoal.recipes.ownstep import OwnStep
+from shoal.recipes.recipe import Recipe
 from shoal.runtime.capture.captures import Captures
 from shoal.runtime.measuring import lonebench
 from shoal.runtime.measuring.crowd import Crowd

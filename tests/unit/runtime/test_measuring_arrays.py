@@ -14,16 +14,16 @@ from shoal.core.spec import TrialSpec
 from shoal.core.units import Bytes
 from shoal.device import open_device
 from shoal.fusion import backend_of
-from shoal.fusion.compiled import CompiledBackend
-from shoal.fusion.traced import TracedBackend
-from shoal.recipe import Recipe
+from shoal.fusion.graphs.compiled import CompiledBackend
+from shoal.fusion.graphs.traced import TracedBackend
+from shoal.recipes.recipe import Recipe
 from shoal.runtime.capture.captures import Captures
 from shoal.runtime.measuring import crowd, stackedmeasure, widths
 from shoal.runtime.measuring.measure import Measurer
 from shoal.runtime.measuring.meter import Meter, copied_to, stored_bytes
 from shoal.runtime.measuring.stackedmeasure import StackedMeasure
 from shoal.runtime.measuring.widths import ArrayBench
-from shoal.runtime.messages import MeasureArray, MeasureArrayShards, TimeArray, TimedArray
+from shoal.runtime.wire.messages import MeasureArray, MeasureArrayShards, TimeArray, TimedArray
 from shoal.testing import make_device
 
 WIDTH, CUTS, KIB = 4, (3, 5), 1024

@@ -10,9 +10,9 @@ from shoal.core.spec import TrialSpec
 from shoal.core.technique import Resident
 from shoal.device import open_device
 from shoal.planner.need import Request, need
-from shoal.recipe import Recipe
+from shoal.recipes.recipe import Recipe
 from shoal.runtime.measuring.measure import Measurer
-from shoal.runtime.messages import Measure
+from shoal.runtime.wire.messages import Measure
 from shoal.testing import make_device
 
 TRIAL = TrialSpec(number=0, hp={"lr": 0.1}, seed=0)

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.runtime.output import TrialOutput
-from shoal.runtime.triallog import log_path
+from shoal.runtime.printing.output import TrialOutput
+from shoal.runtime.printing.triallog import log_path
 from shoal.testing import ManualClock
 
 
@@ -190,7 +190,7 @@ def test_a_handler_that_was_made_before_is_caught_until_the_end(tmp_path: Path) 
 def test_a_process_with_warnings_and_no_logging_of_its_own(tmp_path: Path) -> None:
     program = f"""
 import logging, warnings
-from shoal.runtime.output import TrialOutput
+from shoal.runtime.printing.output import TrialOutput
 output = TrialOutput()
 output.install({str(tmp_path)!r})
 output.set(4)
@@ -373,7 +373,7 @@ def test_close_writes_what_has_no_newline_and_puts_everything_back(tmp_path: Pat
 
 
 def test_the_module_needs_no_torch() -> None:
-    program = "import sys; import shoal.runtime.output; sys.exit('torch' in sys.modules)"
+    program = "import sys; import shoal.runtime.printing.output; sys.exit('torch' in sys.modules)"
 
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
@@ -381,7 +381,7 @@ def test_the_module_needs_no_torch() -> None:
 def test_each_trial_is_warned_once_of_what_another_was_warned_of(tmp_path: Path) -> None:
     script = """
 import sys, warnings
-from shoal.runtime.output import TrialOutput
+from shoal.runtime.printing.output import TrialOutput
 output = TrialOutput()
 output.install(sys.argv[1])
 def warn():

@@ -12,13 +12,13 @@ from torch.nn import functional as F
 import shoal
 from shoal.device import open_device
 from shoal.memory.store import Region, create_region, describe
-from shoal.recipe import Recipe
+from shoal.recipes.recipe import Recipe
 from shoal.replicas import cut_for_replicas
 from shoal.runtime.gangs.group import GangGroup, NoWays, joined
 from shoal.runtime.gangs.replica import Replica
-from shoal.runtime.layouts import layout_of
-from shoal.runtime.messages import Settings
+from shoal.runtime.placing.layouts import layout_of
 from shoal.runtime.saving.checkpoint import new_session
+from shoal.runtime.wire.messages import Settings
 from shoal.testing import make_device, make_job
 
 CPU = torch.device("cpu")

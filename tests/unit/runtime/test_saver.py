@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from shoal.core.event import CheckpointWritten
-from shoal.runtime.messages import Settings
 from shoal.runtime.saving import checkpoint
 from shoal.runtime.saving.checkpoint import STATE, WEIGHTS, Content, generations
 from shoal.runtime.saving.saver import Saver
+from shoal.runtime.wire.messages import Settings
 
 
 class Record:

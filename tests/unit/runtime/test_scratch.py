@@ -21,9 +21,9 @@ from shoal.program.ir import Action, Op
 from shoal.runtime.beside import counted
 from shoal.runtime.interpret import Seat
 from shoal.runtime.measuring.measure import Measurer
-from shoal.runtime.messages import Happened, Measure, Measured, Opened, Ready
 from shoal.runtime.pool import Gone, Worker, WorkerPool
 from shoal.runtime.reports import Reports
+from shoal.runtime.wire.messages import Happened, Measure, Measured, Opened, Ready
 from shoal.runtime.worker import _opened
 from shoal.testing import make_device, make_job, make_shard
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import shoal
 from shoal.core.spec import TrialSpec
-from shoal.fusion.sideeffects import attributes_of, in_words
+from shoal.fusion.effects.sideeffects import attributes_of, in_words
 from shoal.runtime.measuring.settling import changed_attributes, why_changes_matter
 
 BATCH = (torch.randn(4, 6, generator=torch.Generator().manual_seed(0)), torch.zeros(4, 6))

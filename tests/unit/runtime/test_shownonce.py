@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.runtime.shownonce import MOST_REMEMBERED, ShownOnce
+from shoal.runtime.printing.shownonce import MOST_REMEMBERED, ShownOnce
 
 OUT, ERRORS = (1, 1), (1, 2)
 REPORT = "LOAD REPORT of base\nclassifier.weight | MISSING\n\nNotes:\n"

@@ -11,7 +11,7 @@ from shoal.core.errors import CapacityError
 from shoal.runtime.beside import counted
 from shoal.runtime.gangs.spilledstages import SpilledStageSeat
 from shoal.runtime.interpret import Seat
-from shoal.runtime.stay import Stay
+from shoal.runtime.seats.stay import Stay
 
 
 class Event:

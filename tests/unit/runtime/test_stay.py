@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from shoal.builders import make_job, make_shard
 from shoal.core.technique import Pipelined
 from shoal.runtime.loop import DeviceLoop
-from shoal.runtime.messages import Grant
-from shoal.runtime.parking import Parking
-from shoal.runtime.stay import Arrival, Lobby
+from shoal.runtime.seats.parking import Parking
+from shoal.runtime.seats.stay import Arrival, Lobby
+from shoal.runtime.wire.messages import Grant
 
 
 def arrival(trial: int, gang: int = 1) -> Arrival:

@@ -16,8 +16,8 @@ from shoal.core.spec import ALIGNMENT
 from shoal.core.units import round_up
 from shoal.memory.layout import lay_out
 from shoal.memory.store import describe
-from shoal.runtime.binding import Binding
-from shoal.runtime.unplaced import require_places
+from shoal.runtime.placing.binding import Binding
+from shoal.runtime.placing.unplaced import require_places
 from shoal.testing import assert_same, plain_loop
 
 pytestmark = pytest.mark.usefixtures("warm_plans")

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from shoal.core.spec import TrialSpec
-from shoal.recipe import Recipe
+from shoal.recipes.recipe import Recipe
 from shoal.runtime.measuring.describe import describe
-from shoal.runtime.messages import Describe, Noticed
+from shoal.runtime.wire.messages import Describe, Noticed
 
 HP = {"lr": 0.1, "width": 4, "weight_decya": 0.1, "w_1": 0.5, "seed": 3}
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.memory import store
-from shoal.runtime.waitingroom import ALIGNED, WaitingRoom
+from shoal.runtime.placing.waitingroom import ALIGNED, WaitingRoom
 
 SIZES = st.lists(st.integers(1, 500), min_size=1, max_size=20)
 

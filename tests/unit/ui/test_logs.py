@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from shoal.core.errors import SpecError
 from shoal.core.event import Event
 from shoal.observe import Database
-from shoal.runtime.triallog import log_path
+from shoal.runtime.printing.triallog import log_path
 from shoal.ui import logs
 from shoal.ui.cli import app
 from shoal.ui.logs import print_log, visible

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from shoal.fusion.level import plainly
-from shoal.fusion.perslot import PerSlot
-from shoal.fusion.slots import Rule, Slots
+from shoal.fusion.passes.slots import Rule, Slots
+from shoal.fusion.rows.level import plainly
+from shoal.fusion.rows.perslot import PerSlot
 
 
 def where_it_lies(operation: Callable[..., Tensor]) -> Rule:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from shoal.fusion.level import plainly
-from shoal.fusion.perslot import values_of
+from shoal.fusion.passes.slots import Slots
+from shoal.fusion.rows.level import plainly
+from shoal.fusion.rows.perslot import values_of
 from shoal.fusion.rules.dropout import masks
-from shoal.fusion.slots import Slots
 
 
 def attention(

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.fusion.layout import laid
-from shoal.fusion.level import plainly
+from shoal.fusion.passes.slots import Slots
+from shoal.fusion.rows.layout import laid
+from shoal.fusion.rows.level import plainly
 from shoal.fusion.rules.linear import in_autocast
-from shoal.fusion.slots import Slots
 
 
 def conv(

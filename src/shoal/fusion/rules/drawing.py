@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.fusion.layout import in_one_piece, one_alone
-from shoal.fusion.level import plainly
-from shoal.fusion.outside import Numbers
-from shoal.fusion.slots import Rule, Slots
+from shoal.fusion.passes.outside import Numbers
+from shoal.fusion.passes.slots import Rule, Slots
+from shoal.fusion.rows.layout import in_one_piece, one_alone
+from shoal.fusion.rows.level import plainly
 
 USUAL = {"layout": (None, torch.strided), "requires_grad": (False,), "pin_memory": (None, False)}
 """Options that may be said if they say nothing."""

@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
-from shoal.fusion.layout import one_alone
-from shoal.fusion.level import plainly
-from shoal.fusion.outside import Mask
-from shoal.fusion.perslot import values_of
-from shoal.fusion.slots import Slots
+from shoal.fusion.passes.outside import Mask
+from shoal.fusion.passes.slots import Slots
+from shoal.fusion.rows.layout import one_alone
+from shoal.fusion.rows.level import plainly
+from shoal.fusion.rows.perslot import values_of
 
 
 def dropout(slots: Slots, input: Tensor, p: float, train: bool) -> Any:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.fusion.level import plainly
-from shoal.fusion.slots import Slots
+from shoal.fusion.passes.slots import Slots
+from shoal.fusion.rows.level import plainly
 
 
 def grad(slots: Slots, outputs: Any, inputs: Any, grad_outputs: Any = None, **how: Any) -> Any:

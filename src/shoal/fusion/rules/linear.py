@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.fusion.level import plainly
-from shoal.fusion.slots import Slots
+from shoal.fusion.passes.slots import Slots
+from shoal.fusion.rows.level import plainly
 
 
 def linear(slots: Slots, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.fusion.level import plainly
-from shoal.fusion.perslot import PerSlot
-from shoal.fusion.slots import Slots
+from shoal.fusion.passes.slots import Slots
+from shoal.fusion.rows.level import plainly
+from shoal.fusion.rows.perslot import PerSlot
 
 _nn: Any = torch._C._nn  # its annotations take names for the reductions, its code numbers
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from shoal.fusion.level import plainly
-from shoal.fusion.slots import Slots
+from shoal.fusion.passes.slots import Slots
+from shoal.fusion.rows.level import plainly
 
 
 def data(slots: Slots, tensor: Tensor) -> Any:

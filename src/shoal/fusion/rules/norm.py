@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.fusion.level import plainly
-from shoal.fusion.slots import Slots
+from shoal.fusion.passes.slots import Slots
+from shoal.fusion.rows.level import plainly
 
 
 def weight_norm(slots: Slots, v: Tensor, g: Tensor, dim: int = 0) -> Any:

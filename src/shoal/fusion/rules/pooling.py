@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from shoal.fusion.level import plainly
-from shoal.fusion.slots import Slots
+from shoal.fusion.passes.slots import Slots
+from shoal.fusion.rows.level import plainly
 
 
 def adaptive_avg_pool2d(slots: Slots, input: Tensor, output_size: Any) -> Any:

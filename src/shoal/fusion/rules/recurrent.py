@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.fusion.level import plainly
-from shoal.fusion.perslot import values_of
+from shoal.fusion.passes.slots import Slots
+from shoal.fusion.rows.level import plainly
+from shoal.fusion.rows.perslot import values_of
 from shoal.fusion.rules.dropout import masks
 from shoal.fusion.rules.linear import cast, products
-from shoal.fusion.slots import Slots
 
 WIDEST = 64
 """Hidden units up to which steps in Python beat the lone kernel in turn; see benchmarks/fusion."""

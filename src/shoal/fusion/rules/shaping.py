@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from shoal.fusion.layout import as_alone
-from shoal.fusion.level import plainly
-from shoal.fusion.slots import Rule, Slots
+from shoal.fusion.passes.slots import Rule, Slots
+from shoal.fusion.rows.layout import as_alone
+from shoal.fusion.rows.level import plainly
 
 
 def as_it_lies_alone(operation: Callable[..., Tensor]) -> Rule:

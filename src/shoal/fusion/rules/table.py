@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from shoal.fusion.passes.slots import Rule
 from shoal.fusion.rules.activation import where_it_lies
 from shoal.fusion.rules.attention import attention
 from shoal.fusion.rules.convolution import conv, conv_transpose
@@ -28,7 +29,6 @@ from shoal.fusion.rules.norm import batch_norm, weight_norm
 from shoal.fusion.rules.pooling import adaptive_avg_pool2d
 from shoal.fusion.rules.recurrent import gru, lstm
 from shoal.fusion.rules.shaping import as_it_lies_alone
-from shoal.fusion.slots import Rule
 
 SHAPES = (
     *(Tensor.view, Tensor.reshape, Tensor.flatten, Tensor.unflatten),

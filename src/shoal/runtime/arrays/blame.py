@@ -16,8 +16,8 @@ from typing import Any
 
 from shoal.core.errors import CapacityError
 from shoal.data.sources import batch_bytes
-from shoal.fusion.fused import first_line, is_out_of_memory
-from shoal.recipe import tensors_of
+from shoal.fusion.passes.fused import first_line, is_out_of_memory
+from shoal.recipes.recipe import tensors_of
 
 
 class Blame:

@@ -14,13 +14,13 @@ from shoal.core.seams import Candidate
 from shoal.core.units import Bytes
 from shoal.fusion import backend_of
 from shoal.fusion.crew import ArrayBackend
-from shoal.fusion.traced import TracedBackend
+from shoal.fusion.graphs.traced import TracedBackend
 from shoal.runtime.arrays.seat import ArraySeat, Seated
-from shoal.runtime.house import House
-from shoal.runtime.messages import Grant, LeaseOver
 from shoal.runtime.saving import checkpoint
+from shoal.runtime.seats.house import House
 from shoal.runtime.session import Session
 from shoal.runtime.task import Issued
+from shoal.runtime.wire.messages import Grant, LeaseOver
 
 MOST = 4
 """Arrays that ended whose graphs are kept for the next ones of their kind."""

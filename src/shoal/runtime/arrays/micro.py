@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shoal.fusion.crew import taking_part
-from shoal.fusion.streams import States
+from shoal.fusion.passes.streams import States
 from shoal.partition.wires import Wire
 from shoal.runtime.units import Micro
 

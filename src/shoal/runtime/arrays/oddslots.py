@@ -26,8 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from shoal.fusion.crew import Crew
-from shoal.fusion.laidup import Settings
-from shoal.fusion.loop import alone
+from shoal.fusion.passes.loop import alone
+from shoal.fusion.rows.laidup import Settings
 from shoal.partition.chain import Chain
 from shoal.partition.transplant import transplanted
 from shoal.runtime.units import ChainUnits, Micro

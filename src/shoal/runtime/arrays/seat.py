@@ -38,25 +38,25 @@ from shoal.fusion import Array, Member
 from shoal.fusion.batches import layout_of
 from shoal.fusion.crew import ArrayBackend
 from shoal.fusion.declined import FROZEN, Declined
-from shoal.fusion.stacked import Stacked, is_of_base
-from shoal.habits import trained
+from shoal.fusion.rows.stacked import Stacked, is_of_base
 from shoal.memory.ledger import Ledger
 from shoal.partition.track import AllocationTracker
 from shoal.program.ir import Op
-from shoal.recipe import read_data, tensors_of, to_device
+from shoal.recipes.habits import trained
+from shoal.recipes.recipe import read_data, tensors_of, to_device
 from shoal.rng import capture_rng, restore_rng
 from shoal.runtime.arrays.blame import Blame
 from shoal.runtime.arrays.onebase import require_untouched
 from shoal.runtime.arrays.spilled import SpilledArray
-from shoal.runtime.binding import is_stored
 from shoal.runtime.measuring.firstbatches import first_batch
-from shoal.runtime.messages import LeaseOver
-from shoal.runtime.outgrown import outgrown
-from shoal.runtime.placed import place_on_host
+from shoal.runtime.placing.binding import is_stored
+from shoal.runtime.placing.outgrown import outgrown
+from shoal.runtime.placing.placed import place_on_host
 from shoal.runtime.saving import checkpoint
 from shoal.runtime.score import is_sampled
 from shoal.runtime.session import Session
 from shoal.runtime.task import Issued, Task
+from shoal.runtime.wire.messages import LeaseOver
 
 
 @dataclass(slots=True, eq=False)

@@ -29,18 +29,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.bound import bound
 from shoal.core.arraykeys import has_one_base, looped_in, stacks_all
 from shoal.core.technique import Spilled, kept_heads, kept_shards
 from shoal.device import Device
 from shoal.fusion import Array, Member
 from shoal.fusion.array import Stepped, read_now
 from shoal.fusion.batches import layout_of
-from shoal.fusion.constants import RATES
 from shoal.fusion.declined import Declined
-from shoal.fusion.sharded import ShardBackend
-from shoal.fusion.stacked import other_base
-from shoal.fusion.unplaced import Unplaced
+from shoal.fusion.graphs.constants import RATES
+from shoal.fusion.passes.sharded import ShardBackend
+from shoal.fusion.rows.stacked import other_base
+from shoal.fusion.rows.unplaced import Unplaced
 from shoal.memory.layout import arena, as_it_travels, lenders
 from shoal.memory.ledger import Ledger
 from shoal.memory.stacking import base_of, most_micro_batches, stacked_layout
@@ -51,15 +50,16 @@ from shoal.partition.compiled import eagerly
 from shoal.partition.discover import NotCuttable
 from shoal.partition.transplant import obstacle
 from shoal.program.ir import Program
-from shoal.recipe import HP, Recipe, build_model, evaluate_metrics, read_data
+from shoal.recipes.bound import bound
+from shoal.recipes.recipe import HP, Recipe, build_model, evaluate_metrics, read_data
 from shoal.rng import capture_rng, restore_rng, seed_all
 from shoal.runtime.arrays.onebase import require_untouched
 from shoal.runtime.arrays.spilledsession import ArrayCompute, Row, StackedSession, row_of
 from shoal.runtime.arrays.units import StackedUnits
 from shoal.runtime.interpret import Seat
-from shoal.runtime.placed import Placed, place_on_host
+from shoal.runtime.placing.placed import Placed, place_on_host
+from shoal.runtime.seats.stay import here
 from shoal.runtime.session import Session
-from shoal.runtime.stay import here
 from shoal.runtime.task import Issued, Task
 from shoal.spill.generate import arrival, departure, route_of
 

@@ -17,23 +17,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.bound import clip_limit
 from shoal.core.plan import Job
 from shoal.device.losses import not_finite
 from shoal.fusion.array import read_now
 from shoal.fusion.finish import clip_stacked_factor, scale_stacked, stacked_norm
-from shoal.fusion.fused import is_out_of_memory
-from shoal.fusion.unplaced import Unplaced
+from shoal.fusion.passes.fused import is_out_of_memory
+from shoal.fusion.rows.unplaced import Unplaced
 from shoal.memory.layout import TrialLayout
 from shoal.memory.store import Region, create_region
-from shoal.recipe import Recipe, to_device
+from shoal.recipes.bound import clip_limit
+from shoal.recipes.recipe import Recipe, to_device
+from shoal.recipes.subsets import clip_factor
 from shoal.runtime.arrays.micro import Result, StackedMicro
 from shoal.runtime.compute import Compute, HostPiece
-from shoal.runtime.placed import Placed, place_on_host
+from shoal.runtime.placing.placed import Placed, place_on_host
 from shoal.runtime.session import Session
 from shoal.runtime.task import Task
 from shoal.runtime.units import Micro
-from shoal.subsets import clip_factor
 
 Row = Sequence[Any]
 """The batches of one micro-batch by slot, None where there is none."""

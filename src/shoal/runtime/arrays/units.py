@@ -27,12 +27,12 @@ from torch.autograd.graph import get_gradient_edge
 
 from shoal.fusion.crew import Crew, idle_slots
 from shoal.fusion.declined import Declined, leaving
-from shoal.fusion.fused import filled, first_line, is_out_of_memory, masked
-from shoal.fusion.gathered import require_even
-from shoal.fusion.idle import nothing_for_idle
-from shoal.fusion.outputs import put_together, taken_apart
-from shoal.fusion.sharded import Inside, Packed, ShardBackend, backward
-from shoal.fusion.streams import States
+from shoal.fusion.passes.fused import filled, first_line, is_out_of_memory, masked
+from shoal.fusion.passes.gathered import require_even
+from shoal.fusion.passes.idle import nothing_for_idle
+from shoal.fusion.passes.outputs import put_together, taken_apart
+from shoal.fusion.passes.sharded import Inside, Packed, ShardBackend, backward
+from shoal.fusion.passes.streams import States
 from shoal.partition.chain import Chain
 from shoal.partition.chain import Micro as Context
 from shoal.partition.measure import private_wires

@@ -25,14 +25,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
-from shoal.bound import code_of
 from shoal.core.spec import CAPTURED_LAYOUTS
 from shoal.fusion.batches import holds_floats, layout_of, leaves_of, rebuilt
-from shoal.fusion.launcher import Ready
-from shoal.kernelchoice import repeatable
+from shoal.fusion.graphs.launcher import Ready
+from shoal.kernels.kernelchoice import repeatable
 from shoal.memory.store import same_bits
 from shoal.partition.compiled import compiles
-from shoal.recipe import Recipe
+from shoal.recipes.bound import code_of
+from shoal.recipes.recipe import Recipe
 from shoal.rng import RngState, capture_rng, restore_rng, same_rng
 from shoal.runtime.capture.codewatch import CodeWatch
 from shoal.runtime.capture.replay import (

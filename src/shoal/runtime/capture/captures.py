@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.bound import unspelled_reads
 from shoal.core.closures import contents_of
 from shoal.fusion import Member, signature_of
-from shoal.fusion.blend import HIDDEN
-from shoal.fusion.constants import RATES, constants_of
 from shoal.fusion.crew import Steps
-from shoal.fusion.graph import Run
-from shoal.fusion.launcher import LonePass, Ready
-from shoal.fusion.signature import DEEPEST
-from shoal.recipe import Recipe
+from shoal.fusion.graphs.constants import RATES, constants_of
+from shoal.fusion.graphs.graph import Run
+from shoal.fusion.graphs.launcher import LonePass, Ready
+from shoal.fusion.matching.signature import DEEPEST
+from shoal.fusion.rows.blend import HIDDEN
+from shoal.recipes.bound import unspelled_reads
+from shoal.recipes.recipe import Recipe
 from shoal.runtime.capture.captured import CapturedUnits, Maker
 from shoal.runtime.capture.cudagraph import (
     CapturedPass,
@@ -128,7 +128,7 @@ class Captures:
 
 
 class Launching:
-    """Captures the passes of one array; see ``shoal.fusion.launcher.Launcher``."""
+    """Captures the passes of one array; see ``shoal.fusion.graphs.launcher.Launcher``."""
 
     def __init__(self, captures: Captures, lanes: Lanes | None) -> None:
         self._captures, self._lanes = captures, lanes

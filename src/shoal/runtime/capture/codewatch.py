@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from shoal.core.closures import contents_of
 from shoal.core.codes import names_in
-from shoal.fusion.blend import HIDDEN
 from shoal.fusion.likeness import Snapshot
+from shoal.fusion.rows.blend import HIDDEN
 
 DEEPEST = 4  # functions and objects within others that are looked into
 LONGEST = 128  # items of a list that are looked at, the first ones

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.fusion.crew import Parts, copy_all
-from shoal.kernelchoice import repeatable
+from shoal.kernels.kernelchoice import repeatable
 from shoal.memory.store import same_bits
 from shoal.runtime.capture.replay import Found, Moved, OtherBits, Pass, Untraceable, in_words
 

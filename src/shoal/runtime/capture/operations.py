@@ -23,10 +23,10 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shoal.bernoulli import bernoulli_
-from shoal.dispatched import run_operation
-from shoal.fusion.sidebyside import put_side_by_side
-from shoal.fusion.tracing import trace
+from shoal.fusion.graphs.tracing import trace
+from shoal.fusion.passes.sidebyside import put_side_by_side
+from shoal.kernels.bernoulli import bernoulli_
+from shoal.kernels.dispatched import run_operation
 from shoal.partition.preserve import place_of
 from shoal.runtime.capture.replay import Found, Pass, Untraceable, in_words
 

@@ -26,10 +26,10 @@ from shoal.runtime.gangs.leader import GangSession
 from shoal.runtime.gangs.seat import GangSeat, Hands, MemberError
 from shoal.runtime.gangs.spilledstages import SpilledStageSeat
 from shoal.runtime.gangs.stages import StageSeat
-from shoal.runtime.house import House
-from shoal.runtime.messages import Grant, LeaseOver, Progress, Refused
 from shoal.runtime.saving import checkpoint
+from shoal.runtime.seats.house import House
 from shoal.runtime.session import Session
+from shoal.runtime.wire.messages import Grant, LeaseOver, Progress, Refused
 
 
 class GangDesk:

@@ -13,7 +13,7 @@ from typing import Any
 
 from shoal.core.errors import TrialError
 from shoal.program.ir import Program
-from shoal.recipe import to_device
+from shoal.recipes.recipe import to_device
 from shoal.rng import capture_rng, restore_rng, same_rng
 from shoal.runtime.session import Session
 from shoal.runtime.task import Task

@@ -17,14 +17,14 @@ from shoal.memory.layout import GUESS, PREVIOUS, TrialLayout
 from shoal.memory.store import Region
 from shoal.partition.build import clone_batch
 from shoal.partition.chain import Chain
-from shoal.pieces import cut_rows
 from shoal.pipeline.foretell import Foretelling
 from shoal.pipeline.schedule import Pipeline
 from shoal.pipeline.stops import steps_together
 from shoal.program.ir import Program
-from shoal.recipe import Batch, to_device
+from shoal.recipes.pieces import cut_rows
+from shoal.recipes.recipe import Batch, to_device
 from shoal.runtime.gangs.leader import GangSession
-from shoal.runtime.placed import place_on_host
+from shoal.runtime.placing.placed import place_on_host
 from shoal.runtime.saving.extrastate import extra_state
 from shoal.runtime.task import Task
 from shoal.runtime.units import ChainUnits

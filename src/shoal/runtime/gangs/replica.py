@@ -13,19 +13,19 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from shoal.bound import clip_limit
 from shoal.core.errors import TrialError
 from shoal.device import Device
 from shoal.device.losses import not_finite
-from shoal.habits import trained
 from shoal.partition.preserve import place_of
 from shoal.partition.track import AllocationTracker
-from shoal.recipe import Batch, evaluate_metrics
+from shoal.recipes.bound import clip_limit
+from shoal.recipes.habits import trained
+from shoal.recipes.recipe import Batch, evaluate_metrics
 from shoal.replicas import Piece, slice_of
 from shoal.rng import capture_rng, restore_rng, same_rng
 from shoal.runtime.gangs.replicated import ReplicaSession
 from shoal.runtime.gangs.wrapped import Sharded, Whole, share_buffers
-from shoal.runtime.placed import Placed, place_in_slot, place_on_host
+from shoal.runtime.placing.placed import Placed, place_in_slot, place_on_host
 from shoal.runtime.units import get
 
 _TOLD = ("frozen", "trained")

@@ -22,7 +22,7 @@ from shoal.core.units import Bytes
 from shoal.device.flops import step_bytes
 from shoal.partition.build import clone_batch
 from shoal.program.ir import Action, Op
-from shoal.recipe import Batch
+from shoal.recipes.recipe import Batch
 from shoal.replicas import Piece, cut_for_replicas, stream_seed
 from shoal.rng import seed_all
 from shoal.runtime.gangs.group import GangGroup, LinkedWays, PeerLost, joined, other_way

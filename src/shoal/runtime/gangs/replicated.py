@@ -10,7 +10,7 @@ from shoal.core.errors import TrialError
 from shoal.core.technique import DataParallel
 from shoal.partition.build import clone_batch
 from shoal.program.ir import Program
-from shoal.recipe import Batch, build_model, to_device
+from shoal.recipes.recipe import Batch, build_model, to_device
 from shoal.rng import capture_rng, restore_rng, seed_all
 from shoal.runtime.gangs.leader import GangSession
 from shoal.runtime.saving.extrastate import extra_state

@@ -25,9 +25,9 @@ from shoal.pipeline.links import Links
 from shoal.program.ir import Action
 from shoal.rng import capture_rng, restore_rng
 from shoal.runtime.gangs.leader import GangSession, Scalars, Stored
-from shoal.runtime.messages import Progress
-from shoal.runtime.outgrown import no_room
+from shoal.runtime.placing.outgrown import no_room
 from shoal.runtime.task import Issued
+from shoal.runtime.wire.messages import Progress
 
 CONTROL, NOTE = 16, 17  # kinds of messages that are no action's
 Waiting = Callable[[], bool] | None

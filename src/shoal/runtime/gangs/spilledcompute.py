@@ -22,11 +22,11 @@ from shoal.pipeline.packing import pack_rng, unpack_rng
 from shoal.pipeline.schedule import Pipeline
 from shoal.program.ir import Action, Op, Part
 from shoal.program.needs import message_kind
-from shoal.recipe import Batch
+from shoal.recipes.recipe import Batch
 from shoal.rng import RngState, capture_rng, restore_rng
 from shoal.runtime.compute import Compute
 from shoal.runtime.gangs.pipelined import PipelineSession
-from shoal.runtime.placed import Placed
+from shoal.runtime.placing.placed import Placed
 from shoal.runtime.session import Session
 from shoal.runtime.streams import Stream, drawing_nothing
 from shoal.runtime.task import Task

@@ -22,7 +22,7 @@ from shoal.pipeline.links import Links
 from shoal.pipeline.schedule import Pipeline
 from shoal.pipeline.spilled import SpilledPipeline, list_of
 from shoal.program.ir import Program
-from shoal.recipe import Batch
+from shoal.recipes.recipe import Batch
 from shoal.rng import restore_rng
 from shoal.runtime.beside import counted
 from shoal.runtime.gangs.pipelined import PipelineSession

@@ -22,10 +22,10 @@ from shoal.pipeline.schedule import Pipeline
 from shoal.pipeline.stage import Compute
 from shoal.pipeline.validate import Validation
 from shoal.pipeline.weights import Weights
-from shoal.recipe import Batch, evaluate_metrics
+from shoal.recipes.recipe import Batch, evaluate_metrics
 from shoal.rng import capture_rng, restore_rng
 from shoal.runtime.gangs.pipelined import PipelineSession
-from shoal.runtime.placed import place_in_slot, place_on_host
+from shoal.runtime.placing.placed import place_in_slot, place_on_host
 
 COUNTED_STEPS = 2
 """Steps whose allocations are counted together: with "2bw" two are under way at a time."""

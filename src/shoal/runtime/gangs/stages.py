@@ -35,7 +35,7 @@ from shoal.pipeline.validate import BufferWrites, validation
 from shoal.pipeline.wide import called, mean_in_order
 from shoal.program.ir import Action, Op
 from shoal.program.needs import message_kind
-from shoal.recipe import Batch
+from shoal.recipes.recipe import Batch
 from shoal.runtime.gangs.pipelined import PipelineSession
 from shoal.runtime.gangs.seat import (
     CONTROL,

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shoal.core.errors import TrialError
 from shoal.partition.discover import NotCuttable, find_candidates
-from shoal.recipe import Batch, Recipe, autocast, loss_and_output
+from shoal.recipes.recipe import Batch, Recipe, autocast, loss_and_output
 from shoal.replicas import clip_by_shards, shard_norms
 from shoal.runtime.gangs.group import GangGroup
 from shoal.runtime.gangs.unseen import shard_unseen, show_first_layers

@@ -18,13 +18,13 @@ from shoal.core.arraykeys import NO_BASE, Base
 from shoal.core.errors import TrialError
 from shoal.core.spec import ALIGNMENT, HyperParameters, TrialSpec
 from shoal.core.units import round_up
-from shoal.fusion.stacked import is_of_base
+from shoal.fusion.rows.stacked import is_of_base
 from shoal.hardware import free_memory
 from shoal.pystate import ambient
-from shoal.recipe import Recipe, build_model
+from shoal.recipes.recipe import Recipe, build_model
 from shoal.rng import seed_all
-from shoal.runtime.messages import Noticed
 from shoal.runtime.saving.tensorfile import row
+from shoal.runtime.wire.messages import Noticed
 from shoal.storage.shared import LEAST_SHARED_BYTES, likeness
 from shoal.storage.tensors import digest_of, header_of
 

@@ -18,13 +18,13 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from shoal.kernelchoice import repeatable
+from shoal.kernels.kernelchoice import repeatable
 from shoal.partition.build import clone_batch
 from shoal.partition.chain import Chain
 from shoal.partition.preserve import BufferWatch, preserved, same_values, shaken
 from shoal.partition.wires import storage_key
 from shoal.program.ir import Op
-from shoal.recipe import Batch, to_device
+from shoal.recipes.recipe import Batch, to_device
 from shoal.rng import RngState, capture_rng
 from shoal.runtime.measuring.firstbatches import FEW_ROWS, first_rows
 from shoal.runtime.streams import Stream

@@ -13,7 +13,7 @@ from torch import nn
 
 from shoal.core.spec import CaptureMeasure
 from shoal.core.units import Seconds
-from shoal.recipe import Batch, Recipe
+from shoal.recipes.recipe import Batch, Recipe
 from shoal.runtime.capture.captured import PROOFS
 from shoal.runtime.capture.captures import Captures
 from shoal.runtime.measuring.slices import finish

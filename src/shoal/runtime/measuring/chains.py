@@ -10,12 +10,12 @@ from torch import nn
 
 from shoal.core.spec import HyperParameters
 from shoal.fusion import signature_of
-from shoal.fusion.constants import constants_of
+from shoal.fusion.graphs.constants import constants_of
 from shoal.partition.build import build_chain, without_caches
 from shoal.partition.chain import Chain
 from shoal.partition.compiled import eagerly
 from shoal.partition.transplant import obstacle, transplanted
-from shoal.recipe import Batch, Recipe
+from shoal.recipes.recipe import Batch, Recipe
 from shoal.rng import capture_rng, restore_rng
 from shoal.runtime.measuring.describe import hollow_model
 from shoal.runtime.measuring.firstbatches import FEW_ROWS, first_rows

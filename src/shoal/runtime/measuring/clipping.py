@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from shoal.bound import clip_limit
 from shoal.core.errors import SpecError
 from shoal.core.units import counted
-from shoal.recipe import Recipe
+from shoal.recipes.bound import clip_limit
+from shoal.recipes.recipe import Recipe
 from shoal.runtime.measuring.counting import sparse_gradient_of
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from shoal.core.spec import JobMeasure, LayerMeasure, Narrow, ShardSpec
 from shoal.core.units import Bytes, Seconds
 from shoal.device.flops import narrow_step_factor
-from shoal.several import each_kind
+from shoal.recipes.several import each_kind
 
 
 def fill_missing_gradients(model: nn.Module, *, frozen: bool = False) -> None:

@@ -13,17 +13,17 @@ from torch import Tensor, nn
 
 from shoal.core.spec import HyperParameters, TrialSpec
 from shoal.core.units import Bytes
-from shoal.fusion.fused import first_line
-from shoal.kernelstep import steps_as_its_class
+from shoal.fusion.passes.fused import first_line
+from shoal.kernels.kernelstep import steps_as_its_class
 from shoal.memory.layout import TrialLayout
-from shoal.optimizers import build_optimizer_of
 from shoal.partition.track import peak_of
 from shoal.partition.visitors import parameters_on
-from shoal.recipe import Recipe, build_model, rounding_of
+from shoal.recipes.optimizers import build_optimizer_of
+from shoal.recipes.recipe import Recipe, build_model, rounding_of
+from shoal.recipes.several import members_of
 from shoal.rng import seed_all
-from shoal.runtime.binding import Binding
 from shoal.runtime.measuring.counting import fill_gradients
-from shoal.several import members_of
+from shoal.runtime.placing.binding import Binding
 
 ROUNDS = 2
 ELEMENTWISE = frozenset(

@@ -16,18 +16,18 @@ import torch
 from shoal.core.spec import HyperParameters, TrialSpec
 from shoal.fusion import Member
 from shoal.fusion.batches import elements_of, layout_of
-from shoal.fusion.lengths import ranges
-from shoal.fusion.signature import kind_of
-from shoal.optimizers import build_optimizer_of
-from shoal.ownstep import Modes
-from shoal.recipe import (
+from shoal.fusion.matching.lengths import ranges
+from shoal.fusion.matching.signature import kind_of
+from shoal.recipes.optimizers import build_optimizer_of
+from shoal.recipes.ownstep import Modes
+from shoal.recipes.recipe import (
     Recipe,
     build_model,
     read_data,
 )
+from shoal.recipes.schedules import Schedules, build_schedule
 from shoal.rng import capture_rng, seed_all
 from shoal.runtime.measuring.firstbatches import first_batch, first_batches
-from shoal.schedules import Schedules, build_schedule
 
 LEARNS, TIMED = 4, 4
 """Steps whose batches are looked at where these vary in length: first those of which graphs are

@@ -13,32 +13,32 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from shoal.bound import LimitOfTrial, OfTrial, bound
 from shoal.core.arraykeys import NO_BASE
 from shoal.core.errors import ShoalError
 from shoal.core.reads import Reads
 from shoal.core.spec import HyperParameters, TrialSpec
 from shoal.frames import own_traceback, user_line
 from shoal.fusion import Signature, signature_of
-from shoal.fusion.constants import constants_of
-from shoal.fusion.lengths import LOOKED_AT, kind_of_all
-from shoal.fusion.settings import configuration
-from shoal.fusion.signature import kind_of
-from shoal.habits import habits_of
-from shoal.optimizers import build_optimizer_of
+from shoal.fusion.effects.settings import configuration
+from shoal.fusion.graphs.constants import constants_of
+from shoal.fusion.matching.lengths import LOOKED_AT, kind_of_all
+from shoal.fusion.matching.signature import kind_of
 from shoal.pystate import ambient
 from shoal.pystate.arriving import left_as_imported
-from shoal.recipe import Batch, Recipe, build_model, epoch_length, read_data
-from shoal.recipechecks import check_loss
+from shoal.recipes.bound import LimitOfTrial, OfTrial, bound
+from shoal.recipes.habits import habits_of
+from shoal.recipes.optimizers import build_optimizer_of
+from shoal.recipes.recipe import Batch, Recipe, build_model, epoch_length, read_data
+from shoal.recipes.recipechecks import check_loss
+from shoal.recipes.schedules import require_measured
+from shoal.recipes.several import each_kind, members_of
 from shoal.rng import seed_all
 from shoal.runtime.measuring.bases import Bases, frozen_bits, frozen_size
 from shoal.runtime.measuring.firstbatches import first_batches
 from shoal.runtime.measuring.paces import paces_of
 from shoal.runtime.measuring.unread import Code, Reading, read_schedule
-from shoal.runtime.messages import Describe, Described, Made, Noticed
 from shoal.runtime.saving.fitting import state_of
-from shoal.schedules import require_measured
-from shoal.several import each_kind, members_of
+from shoal.runtime.wire.messages import Describe, Described, Made, Noticed
 
 _WITH_MOMENTS = (torch.optim.Adam, torch.optim.AdamW)
 """Optimizers that keep two tensors for each parameter."""

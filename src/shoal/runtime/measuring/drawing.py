@@ -9,7 +9,7 @@ from shoal.core.spec import JobMeasure
 from shoal.partition.chain import Chain
 from shoal.partition.track import peak_of
 from shoal.pipeline.foretell import Foretelling
-from shoal.recipe import Batch
+from shoal.recipes.recipe import Batch
 from shoal.rng import capture_rng, restore_rng
 
 

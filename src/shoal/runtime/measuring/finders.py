@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import nn
 
 from shoal.pystate.finding import fields_that_find, in_words
-from shoal.recipe import HP, Recipe
+from shoal.recipes.recipe import HP, Recipe
 
 COMPARED = frozenset(("loss", "inputs", "optimizer"))
 """A shard has what a loss and inputs read (``shoal.partition.owners``), or the trial fails; how an

@@ -8,7 +8,7 @@ from typing import Any
 
 from shoal.core.errors import SpecError
 from shoal.fusion.batches import changed_by
-from shoal.recipe import Batch, epoch_length, tensors_of
+from shoal.recipes.recipe import Batch, epoch_length, tensors_of
 
 FEW_ROWS = 2
 """Of a batch, where a GPU's model is looked at on the CPU; with one BatchNorm refuses."""

@@ -11,16 +11,16 @@ import torch
 
 from shoal.fusion import Declined, Member
 from shoal.fusion.finish import clip_alone
-from shoal.fusion.fused import is_out_of_memory
 from shoal.fusion.likeness import copies
-from shoal.fusion.loop import lone_pass
-from shoal.kernelstep import step_whole
-from shoal.ownstep import OwnStep, own_evaluation
-from shoal.recipe import evaluate_metrics, tensors_of, to_device
-from shoal.runtime.binding import is_stored
+from shoal.fusion.passes.fused import is_out_of_memory
+from shoal.fusion.passes.loop import lone_pass
+from shoal.kernels.kernelstep import step_whole
+from shoal.recipes.ownstep import OwnStep, own_evaluation
+from shoal.recipes.recipe import evaluate_metrics, tensors_of, to_device
 from shoal.runtime.capture.captured import PROOFS, CapturedUnits
 from shoal.runtime.capture.captures import Captures
 from shoal.runtime.measuring.meter import Meter
+from shoal.runtime.placing.binding import is_stored
 from shoal.runtime.units import Micro
 
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from shoal.fusion.dryrun import TOLERANCE
-from shoal.fusion.installed import swap_buffers
 from shoal.fusion.likeness import close
 from shoal.fusion.member import Member, in_streams
+from shoal.fusion.rows.installed import swap_buffers
 from shoal.partition.chain import Chain
 from shoal.partition.transplant import transplanted
-from shoal.recipe import tensors_of, to_device
+from shoal.recipes.recipe import tensors_of, to_device
 from shoal.rng import RngState
 from shoal.runtime.measuring.meter import HOST, Meter, copied_to
 from shoal.runtime.measuring.visiting import Visits

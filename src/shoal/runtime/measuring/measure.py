@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from shoal.bench.link import glance
-from shoal.bound import bound
 from shoal.core.errors import PlanError, TrialError
 from shoal.core.spec import ALIGNMENT, HyperParameters, JobMeasure, ShardSpec, TrialSpec
 from shoal.core.units import Bytes, Seconds, round_up
@@ -30,12 +29,9 @@ from shoal.device.allocator import allocator_here
 from shoal.device.flops import host_step_bytes, stopwatch_of
 from shoal.device.pace import SystemClock
 from shoal.frames import own_traceback
-from shoal.habits import habits_of, unfreezes
-from shoal.kernelchoice import repeatable
+from shoal.kernels.kernelchoice import repeatable
 from shoal.memory.layout import TensorSpec
 from shoal.memory.store import describe
-from shoal.optimizers import build_optimizer_of
-from shoal.ownstep import Modes, require_evaluation
 from shoal.partition.apart import reads_beside
 from shoal.partition.chain import Chain
 from shoal.partition.compiled import compiled_modules, compiled_notes, compiles, eagerly
@@ -52,11 +48,15 @@ from shoal.partition.preserve import drop_gradients
 from shoal.partition.visitors import There, buffers_on, everywhere, visits_of
 from shoal.pystate import ambient
 from shoal.pystate.attributes import Attributes
-from shoal.recipe import Batch, Recipe, build_model, epoch_length, read_data, to_device
+from shoal.recipes.bound import bound
+from shoal.recipes.habits import habits_of, unfreezes
+from shoal.recipes.optimizers import build_optimizer_of
+from shoal.recipes.ownstep import Modes, require_evaluation
+from shoal.recipes.recipe import Batch, Recipe, build_model, epoch_length, read_data, to_device
+from shoal.recipes.schedules import build_schedule
 from shoal.replicas import cut_for_replicas
 from shoal.rng import seed_all
 from shoal.runtime.capture.captures import Captures
-from shoal.runtime.layouts import grads_of, layout_of
 from shoal.runtime.measuring.bothloops import rehearse_orders
 from shoal.runtime.measuring.capturebench import measure_capture
 from shoal.runtime.measuring.chains import Chains, key_of
@@ -83,7 +83,9 @@ from shoal.runtime.measuring.settling import why_changes_matter
 from shoal.runtime.measuring.slices import finish
 from shoal.runtime.measuring.wholemodel import Built, WholeModel, draws_in_cudnn, step_draws
 from shoal.runtime.measuring.widths import ArrayBench
-from shoal.runtime.messages import (
+from shoal.runtime.placing.layouts import grads_of, layout_of
+from shoal.runtime.validating import FIRST_BATCH, in_validation
+from shoal.runtime.wire.messages import (
     ArrayTry,
     Describe,
     MeasureArray,
@@ -100,8 +102,6 @@ from shoal.runtime.messages import (
     TimeArray,
     TimedArray,
 )
-from shoal.runtime.validating import FIRST_BATCH, in_validation
-from shoal.schedules import build_schedule
 
 T = TypeVar("T")
 

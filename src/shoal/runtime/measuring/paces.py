@@ -19,8 +19,8 @@ from torch.optim.lr_scheduler import (
 )
 
 from shoal.core.values import is_number
-from shoal.runtime.messages import Pace
-from shoal.schedules import EachEvaluation, Schedules
+from shoal.recipes.schedules import EachEvaluation, Schedules
+from shoal.runtime.wire.messages import Pace
 
 _COUNTS = {
     CosineAnnealingLR: "T_max",

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.bound import bound, clip_limit
 from shoal.core.spec import HyperParameters, ReplicaMeasure, ShardSpec, TrialSpec
 from shoal.core.units import Bytes
 from shoal.memory.store import same_bits
-from shoal.optimizers import build_optimizer
 from shoal.partition.track import AllocationTracker
-from shoal.recipe import (
+from shoal.recipes.bound import bound, clip_limit
+from shoal.recipes.optimizers import build_optimizer
+from shoal.recipes.recipe import (
     Batch,
     Recipe,
     autocast,

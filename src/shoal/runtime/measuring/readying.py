@@ -12,11 +12,11 @@ import torch
 from shoal.core.units import Bytes
 from shoal.fusion import Array, Declined
 from shoal.fusion.batches import layout_of
-from shoal.fusion.branches import BranchesBackend
-from shoal.fusion.compiled import CompiledBackend
 from shoal.fusion.crew import ArrayBackend
-from shoal.fusion.fused import first_line, is_out_of_memory
-from shoal.fusion.traced import TracedBackend
+from shoal.fusion.graphs.branches import BranchesBackend
+from shoal.fusion.graphs.compiled import CompiledBackend
+from shoal.fusion.graphs.traced import TracedBackend
+from shoal.fusion.passes.fused import first_line, is_out_of_memory
 from shoal.partition.track import AllocationTracker
 from shoal.runtime.capture.captured import PROOFS
 from shoal.runtime.capture.cudagraph import REPEATS

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shoal.core.spec import HyperParameters, TrialSpec
-from shoal.fusion.otherways import other_ways, with_other_numbers
-from shoal.fusion.sideeffects import attributes_of, in_words, names_changed, naming
+from shoal.fusion.effects.otherways import other_ways, with_other_numbers
+from shoal.fusion.effects.sideeffects import attributes_of, in_words, names_changed, naming
 from shoal.partition.build import clone_batch
 from shoal.partition.preserve import preserved, same_values
-from shoal.recipe import (
+from shoal.recipes.recipe import (
     Batch,
     Recipe,
     autocast,

@@ -27,15 +27,15 @@ from shoal.core.units import Bytes, Seconds
 from shoal.fusion import Array, Declined, Member
 from shoal.fusion.batches import layout_of
 from shoal.fusion.finish import stacked_norm
-from shoal.fusion.fused import StackedBackend
-from shoal.fusion.level import like_alone
 from shoal.fusion.likeness import copies
-from shoal.fusion.sharded import ShardBackend
-from shoal.fusion.unplaced import Unplaced
+from shoal.fusion.passes.fused import StackedBackend
+from shoal.fusion.passes.sharded import ShardBackend
+from shoal.fusion.rows.level import like_alone
+from shoal.fusion.rows.unplaced import Unplaced
 from shoal.memory.store import same_bits
 from shoal.partition.chain import Chain
 from shoal.partition.track import AllocationTracker
-from shoal.recipe import tensors_of, to_device
+from shoal.recipes.recipe import tensors_of, to_device
 from shoal.rng import RngState
 from shoal.runtime.arrays.micro import Result, StackedMicro
 from shoal.runtime.arrays.units import StackedUnits

@@ -15,19 +15,19 @@ from torch import Tensor, nn
 from shoal.core.errors import SpecError
 from shoal.core.spec import HyperParameters
 from shoal.core.units import Bytes, Seconds
-from shoal.fusion.fused import is_out_of_memory
+from shoal.fusion.passes.fused import is_out_of_memory
 from shoal.memory.layout import TensorSpec
 from shoal.memory.store import same_bits
-from shoal.modelcopy import deepcopied
-from shoal.optimizers import build_optimizer_of
-from shoal.ownstep import Modes, OwnStep, own_evaluation
 from shoal.partition.track import peak_of
-from shoal.recipe import Recipe, autocast, evaluate_metrics, loss_and_output
+from shoal.recipes.modelcopy import deepcopied
+from shoal.recipes.optimizers import build_optimizer_of
+from shoal.recipes.ownstep import Modes, OwnStep, own_evaluation
+from shoal.recipes.recipe import Recipe, autocast, evaluate_metrics, loss_and_output
+from shoal.recipes.several import members_of
+from shoal.recipes.spelled import spelled_by
 from shoal.rng import capture_rng, restore_rng, same_rng
-from shoal.runtime.binding import Binding, state_specs
+from shoal.runtime.placing.binding import Binding, state_specs
 from shoal.runtime.validating import FIRST_BATCH, in_validation
-from shoal.several import members_of
-from shoal.spelled import spelled_by
 
 OWN_STEP = "it is not cut: a step of one's own is one unit, what runs in it is not known"
 """Why its models are not cut."""

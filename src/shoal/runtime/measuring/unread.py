@@ -13,13 +13,13 @@ from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
-from shoal.bound import takes_hp
 from shoal.core.reads import Reads
 from shoal.core.spec import HyperParameters, Scalar
-from shoal.recipe import Recipe
-from shoal.runtime.messages import Noticed
-from shoal.schedules import build_schedule
-from shoal.spelled import Spelled, spelled_by
+from shoal.recipes.bound import takes_hp
+from shoal.recipes.recipe import Recipe
+from shoal.recipes.schedules import build_schedule
+from shoal.recipes.spelled import Spelled, spelled_by
+from shoal.runtime.wire.messages import Noticed
 
 SEED = "seed"  # shoal's own
 

@@ -13,17 +13,17 @@ from shoal.core.errors import SpecError
 from shoal.core.spec import NO_BYTES, HyperParameters, TrialSpec
 from shoal.core.units import Bytes, Seconds, format_seconds
 from shoal.frames import line_of, user_line
-from shoal.fusion.sideeffects import attributes_of, in_words
-from shoal.habits import Habits
+from shoal.fusion.effects.sideeffects import attributes_of, in_words
 from shoal.memory.layout import TensorSpec
 from shoal.memory.store import same_bits
-from shoal.ownstep import Modes
 from shoal.partition.measure import Timed
 from shoal.partition.track import peak_of
 from shoal.pystate import Attributes, ambient
 from shoal.pystate.ambient import Notes
 from shoal.pystate.attributes import in_words as place_in_words
-from shoal.recipe import (
+from shoal.recipes.habits import Habits
+from shoal.recipes.ownstep import Modes
+from shoal.recipes.recipe import (
     Batch,
     Recipe,
     autocast,
@@ -35,11 +35,11 @@ from shoal.recipe import (
     rounding_of,
 )
 from shoal.rng import capture_rng, same_rng
-from shoal.runtime.binding import Binding, state_specs
 from shoal.runtime.measuring.clipping import refuse_sparse_norm
 from shoal.runtime.measuring.counting import fill_gradients, fill_missing_gradients
 from shoal.runtime.measuring.settling import changed_attributes
 from shoal.runtime.measuring.stepmeasure import OWN_STEP, StepMeasure
+from shoal.runtime.placing.binding import Binding, state_specs
 from shoal.runtime.validating import FIRST_BATCH, in_validation, note
 
 SLOW_READ_S = 0.01

@@ -29,21 +29,21 @@ from shoal.core.units import Bytes, Seconds
 from shoal.data.sources import batch_bytes
 from shoal.device import Device
 from shoal.fusion import Array, Declined, Member, backend_of, dry_run
-from shoal.fusion.beside import first_change, first_hold
-from shoal.fusion.branches import BranchesBackend
-from shoal.fusion.compiled import compiler
 from shoal.fusion.crew import ArrayBackend
 from shoal.fusion.dryrun import difference
-from shoal.fusion.fused import first_line, is_out_of_memory
+from shoal.fusion.effects.beside import first_change, first_hold
+from shoal.fusion.effects.sideeffects import first_side_effect
+from shoal.fusion.graphs.branches import BranchesBackend
+from shoal.fusion.graphs.compiled import compiler
+from shoal.fusion.graphs.traced import TracedBackend
 from shoal.fusion.likeness import copies
-from shoal.fusion.oldnorms import old_norm
-from shoal.fusion.scripted import scripted
-from shoal.fusion.sideeffects import first_side_effect
-from shoal.fusion.stacked import Stacked
-from shoal.fusion.traced import TracedBackend
+from shoal.fusion.matching.oldnorms import old_norm
+from shoal.fusion.matching.scripted import scripted
+from shoal.fusion.passes.fused import first_line, is_out_of_memory
+from shoal.fusion.rows.stacked import Stacked
 from shoal.partition.chain import Chain
 from shoal.partition.compiled import compiles
-from shoal.recipe import (
+from shoal.recipes.recipe import (
     Recipe,
     epoch_length,
     read_data,
@@ -75,7 +75,7 @@ from shoal.runtime.measuring.readying import (
 )
 from shoal.runtime.measuring.slices import finish, in_slice, waited_s
 from shoal.runtime.measuring.stackedmeasure import SlotsRaise, StackedMeasure
-from shoal.runtime.messages import (
+from shoal.runtime.wire.messages import (
     ArrayTry,
     MeasureArray,
     MeasureArrayShards,

@@ -44,17 +44,17 @@ from shoal.memory.layout import ShardLayout, TrialLayout
 from shoal.memory.split import SplitWeight, split_weights
 from shoal.memory.store import Region, state_views, views
 from shoal.pystate import ambient
-from shoal.recipe import Recipe
+from shoal.recipes.recipe import Recipe
 from shoal.runtime.capture.captures import Captures
 from shoal.runtime.gangs.pipelined import PipelineSession
 from shoal.runtime.gangs.replicated import ReplicaSession
 from shoal.runtime.measuring.chains import Chains
-from shoal.runtime.messages import Grant, Progress, Settings
 from shoal.runtime.saving.extrastate import extra_state
 from shoal.runtime.saving.fitting import Fit
 from shoal.runtime.saving.packing import Packer, unpack
 from shoal.runtime.saving.tensorfile import read_into, read_tensors, row
 from shoal.runtime.session import Session
+from shoal.runtime.wire.messages import Grant, Progress, Settings
 from shoal.storage.files import sync_directory
 from shoal.storage.generations import Draft, Generation, Generations
 from shoal.storage.manifest import APART

@@ -13,7 +13,7 @@ from shoal.core.errors import TrialError
 from shoal.core.spec import Scalar
 from shoal.core.units import counted
 from shoal.memory.layout import TensorSpec, TrialLayout
-from shoal.runtime.messages import Grant, Progress, Settings
+from shoal.runtime.wire.messages import Grant, Progress, Settings
 from shoal.storage.generations import Generation
 
 _NAMED = 3

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from shoal.core.errors import StorageError
 from shoal.core.spec import Scalar
-from shoal.runtime.messages import Progress
 from shoal.runtime.saving.checkpoint import OWN, STATE, progress_record, weight_files
 from shoal.runtime.saving.packing import Packer
 from shoal.runtime.saving.tensorfile import row
+from shoal.runtime.wire.messages import Progress
 from shoal.storage.generations import Generation, Generations
 
 

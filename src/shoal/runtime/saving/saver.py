@@ -25,9 +25,9 @@ from dataclasses import dataclass, replace
 from shoal.core.errors import StorageError
 from shoal.core.event import CheckpointWritten, Event, StorageFailed
 from shoal.core.studyfiles import generation_name
-from shoal.runtime.messages import LeaseOver, Settings
 from shoal.runtime.saving import checkpoint
 from shoal.runtime.saving.checkpoint import Content
+from shoal.runtime.wire.messages import LeaseOver, Settings
 from shoal.storage.generations import Generations
 from shoal.storage.manifest import APART
 from shoal.storage.shared import Shared

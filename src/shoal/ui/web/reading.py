@@ -19,7 +19,7 @@ from shoal.observe.rows import DeviceRow, TrialRow
 from shoal.observe.snapshot import Folder, Snapshot
 from shoal.observe.states import study_state, trial_state
 from shoal.observe.timeline import read_study_timeline
-from shoal.runtime.triallog import log_path
+from shoal.runtime.printing.triallog import log_path
 from shoal.ui.lines import total_steps
 from shoal.ui.logs import visible
 from shoal.ui.show import (

@@ -1,0 +1,1 @@
+"""Passes without the code that they come from: traced, compiled, captured, as branches."""

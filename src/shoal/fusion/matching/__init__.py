@@ -1,0 +1,1 @@
+"""Which trials may be one array: signatures, and the first difference in words."""

@@ -1,0 +1,1 @@
+"""Forward and backward of all slots: one pass of the model's code, or slot by slot."""

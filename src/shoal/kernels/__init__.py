@@ -1,0 +1,1 @@
+"""Kernels of torch, called and chosen so that bits stay, and what stands beside them."""

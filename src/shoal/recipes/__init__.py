@@ -1,0 +1,1 @@
+"""What the user brings: the recipe, and what its functions, models and optimizers are made of."""

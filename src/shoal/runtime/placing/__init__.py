@@ -1,0 +1,1 @@
+"""Where the tensors of a trial lie, and the words for what has no room."""

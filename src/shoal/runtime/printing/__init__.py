@@ -1,0 +1,1 @@
+"""What trials print, and where it goes."""
