@@ -243,12 +243,14 @@ class TrialResult:
         return self.checkpoint
 
     def _build(self) -> nn.Module:
+        from shoal.runtime.saving.rebuilt import build_model  # lazy: see ``_read_weights``
+
         if isinstance(self._recipe, Recipe):
-            return _build_model(self._recipe, self.hp, self.seed)
+            return build_model(self._recipe, self.hp, self.seed)
         with keeping_arguments():
             recipe = self._find_recipe()
             before = _described(recipe)
-            model = _build_model(recipe, self.hp, self.seed)
+            model = build_model(recipe, self.hp, self.seed)
         if (after := describe_recipe(recipe).digest) != before.digest:
             _left_by_loading[after] = before
         return model
@@ -288,22 +290,6 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
     from shoal.runtime.saving import checkpoint
 
     return checkpoint.read_weights(path)
-
-
-def _build_model(recipe: Recipe, hp: Mapping[str, Scalar], seed: int) -> nn.Module:
-    """The module as the trial built it, without a trace in the random streams."""
-    from torch import nn  # lazy: see ``_read_weights``
-
-    from shoal.recipes.several import Models
-    from shoal.rng import capture_rng, restore_rng, seed_all
-
-    before = capture_rng()
-    seed_all(seed)
-    try:
-        model = recipe.model(HyperParameters(hp))
-        return model if isinstance(model, nn.Module) else Models(model)
-    finally:
-        restore_rng(before)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -217,6 +217,28 @@ def test_a_model_is_built_under_the_trial_s_seed_and_leaves_no_trace(with_checkp
     assert seen == [(128, torch.rand(1).item(), random.random())]
 
 
+def test_a_model_is_built_without_what_the_one_before_set_for_the_process(
+    with_checkpoint,
+):
+    kinds = iter((torch.float64, None))
+
+    def model(hp):
+        if (kind := next(kinds)) is not None:
+            torch.set_default_dtype(kind)
+        return Net(hp["width"])
+
+    recipe = Recipe(model=model, data=lambda hp: ([], None))
+    best, usual = read_report(with_checkpoint(), recipe).best, torch.get_default_dtype()
+    try:
+        wide, left, usual_again = best.load(), torch.get_default_dtype(), best.load()
+    finally:
+        torch.set_default_dtype(usual)
+
+    assert {p.dtype for p in wide.parameters()} == {torch.float64}
+    assert left == torch.float64  # as its forward has found it
+    assert {p.dtype for p in usual_again.parameters()} == {usual}
+
+
 def test_a_recipe_with_other_weights_is_refused_with_their_names(with_checkpoint):
     recipe = Recipe(model=lambda hp: nn.Linear(2, 2), data=lambda hp: ([], None))
 
