@@ -91,6 +91,17 @@ def user_line(error: BaseException) -> str:
     return found
 
 
+def raised_by_user(error: BaseException) -> bool:
+    """Whether it came out of the user's code, or of a library that this called."""
+    innermost, frames = "", error.__traceback__
+    while frames is not None:
+        filename = frames.tb_frame.f_code.co_filename
+        if is_users(filename) or _is_shoals(filename):
+            innermost = filename
+        frames = frames.tb_next
+    return bool(innermost) and not _is_shoals(innermost)
+
+
 def line_now() -> str:
     """The innermost line of the user's that is running, as ``user_line`` has it, or nothing."""
     frame: FrameType | None = sys._getframe()

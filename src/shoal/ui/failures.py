@@ -20,6 +20,7 @@ from shoal.core.errors import (
     StorageError,
     TrialError,
 )
+from shoal.frames import own_traceback, raised_by_user, user_line
 
 
 class ExitCode(IntEnum):
@@ -54,7 +55,11 @@ def run_command(command: Callable[[], object]) -> int:
     except OSError as error:
         _tell(f"cannot read or write: {error}", error)
         return ExitCode.STORAGE
-    except Exception:
+    except Exception as error:
+        if raised_by_user(error):  # a model that is made again, to be exported
+            _tell(f"raised at {user_line(error)}, in code that is not shoal's:", error)
+            print(own_traceback(error), end="", file=sys.stderr)
+            return ExitCode.USAGE
         traceback.print_exc()
         print("shoal: this is an error of shoal itself; please report it.", file=sys.stderr)
         return ExitCode.INTERNAL

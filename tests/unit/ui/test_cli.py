@@ -21,6 +21,7 @@ from shoal.core.event import (
     StudyStarted,
     TrialFinished,
 )
+from shoal.core.units import format_bytes
 from shoal.observe import Database
 from shoal.ui.cli import app
 from shoal.ui.failures import ExitCode, run_command
@@ -166,11 +167,23 @@ def test_an_error_of_shoal_itself_always_shows_its_traceback(
 ) -> None:
     monkeypatch.delenv("SHOAL_DEBUG", raising=False)
 
-    def command() -> None:
+    assert run_command(lambda: format_bytes("many")) == ExitCode.INTERNAL  # type: ignore[arg-type]
+
+    err = capsys.readouterr().err
+    assert "ValueError" in err
+    assert "an error of shoal itself" in err
+
+
+def test_an_error_of_the_users_code_is_theirs(capsys: pytest.CaptureFixture[str]) -> None:
+    def model() -> None:
         raise ZeroDivisionError
 
-    assert run_command(command) == ExitCode.INTERNAL
-    assert "ZeroDivisionError" in capsys.readouterr().err
+    assert run_command(model) == ExitCode.USAGE
+
+    err = capsys.readouterr().err
+    assert "ZeroDivisionError" in err
+    assert "in code that is not shoal's" in err
+    assert "an error of shoal itself" not in err
 
 
 def test_a_missing_file_is_told_in_one_line(tmp_path: Path) -> None:
