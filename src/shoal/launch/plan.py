@@ -11,7 +11,7 @@ from shoal.core.errors import PlanError
 from shoal.core.plan import OWN_DIRECTORY, Job, Plan
 from shoal.core.spec import NO_BYTES, DeviceSpec, Place, Scalar, TrialSpec
 from shoal.core.technique import Spilled, Technique
-from shoal.core.units import Bytes, counted, format_bytes, list_some
+from shoal.core.units import Bytes, counted, format_bytes, format_enough, list_some
 from shoal.execution.firstplan import FirstPlan
 from shoal.execution.floor import Sink
 from shoal.execution.rungs import check_moments, check_population, check_rungs, check_validated
@@ -396,10 +396,10 @@ def check_host_memory(plan: Plan, budget: int | None, *, may_wait: bool = False)
     if len(some) == 1:
         fits = f"Only one fits at a time, trial {some[0]} for example. "
     if not some:
-        fits = f"Not even the smallest fits, which needs {format_bytes(least)} with its copy. "
+        fits = f"Not even the smallest fits, which needs {format_enough(least)} with its copy. "
     where = "" if plan.spill_dir else ", or spill_dir= (--spill-dir), a directory on a disk"
     raise PlanError(
-        f"{counted(len(plan.jobs), 'trial needs', 'trials need')} {format_bytes(needed)} on the "
+        f"{counted(len(plan.jobs), 'trial needs', 'trials need')} {format_enough(needed)} on the "
         f"host, of {format_bytes(budget)} that it may use: {_told(_parts(plan.jobs, crowd))}; "
         f"the largest is trial {largest.trial} with {format_bytes(largest.host_bytes)}. "
         f"{fits}Run fewer trials in one study, or give host_memory= more{where}."

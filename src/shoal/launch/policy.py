@@ -13,7 +13,7 @@ from pathlib import Path
 from shoal.core.errors import PlanError, SpecError, StorageError
 from shoal.core.plan import Job, Plan
 from shoal.core.spec import Scalar
-from shoal.core.units import Bytes, Seconds, format_bytes
+from shoal.core.units import Bytes, Seconds, format_bytes, format_enough
 from shoal.core.values import flag, whole
 from shoal.runtime.saving import checkpoint
 from shoal.storage.files import has_links
@@ -182,7 +182,7 @@ class CheckpointPolicy:
         else:
             return
         raise PlanError(
-            f"the study's checkpoints need {format_bytes(needed)} on disk: "
+            f"the study's checkpoints need {format_enough(needed)} on disk: "
             f"{format_bytes(running)} while trials {self._do(plan, beside)} "
             f"(keep={self.keep}, and one that is being written), "
             f"{format_bytes(finished)} for finished ones "

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shoal.core.errors import TooLarge
-from shoal.core.units import format_bytes, list_some
+from shoal.core.units import format_bytes, format_enough, list_some
 from shoal.runtime.wire.messages import Noticed
 
 
@@ -40,7 +40,7 @@ class HomeRoom:
     def _words(self, number: int, needed: int) -> str:
         where = ", or spill_dir= (--spill-dir), a directory on a disk" * (needed <= self.free)
         return (
-            f"trial {number} needs {format_bytes(needed)} or more on the host for its "
+            f"trial {number} needs {format_enough(needed)} or more on the host for its "
             "parameters, gradients and optimizer state, of "
             f"{format_bytes(self.limit or 0)} that may be used there. Train a smaller "
             f"model, or give host_memory= more{where}."

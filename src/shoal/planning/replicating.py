@@ -11,7 +11,7 @@ from dataclasses import replace
 from shoal.core.errors import PlanError
 from shoal.core.spec import DeviceSpec, JobMeasure, ReplicaMeasure, Scalar, TrialSpec
 from shoal.core.technique import DataParallel, Resident, Technique
-from shoal.core.units import Bytes, counted, format_bytes, format_seconds
+from shoal.core.units import Bytes, counted, format_bytes, format_enough, format_seconds
 from shoal.kernels import rounding
 from shoal.planner.need import Request, need
 from shoal.planner.price import Speeds
@@ -247,7 +247,8 @@ class Replicating:
             words = words.replace("on each", "divided among them")
             out = "Ask for more replicas; "
         return PlanError(
-            _head(trial, found.technique) + f"a replica needs {format_bytes(found.need.total)} on "
+            _head(trial, found.technique)
+            + f"a replica needs {format_enough(found.need.total)} on "
             f"a device of {format_bytes(self._budget)}: {words}, and "
             f"{format_bytes(found.need.unit)} inside a step. {out}or use technique='spilled' or "
             "'pipelined'."

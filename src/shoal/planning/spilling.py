@@ -23,7 +23,7 @@ from shoal.core.spec import (
     TrialSpec,
 )
 from shoal.core.technique import Spilled, Technique, kept_shards, kept_weights
-from shoal.core.units import Bytes, Seconds, format_bytes, round_up
+from shoal.core.units import Bytes, Seconds, format_bytes, format_enough, round_up
 from shoal.memory.chunks import in_chunks
 from shoal.memory.layout import Field, TrialLayout, as_it_travels
 from shoal.memory.stacking import ROWS_APART, most_micro_batches, stacked_layout
@@ -187,7 +187,7 @@ class Spilling:
         budget = format_bytes(self.budget)
         if closest is None:
             return f"in shards {width} of them need more than {budget} in any cut"
-        needs = format_bytes(closest.total)
+        needs = format_enough(closest.total)
         return f"in shards {width} of them need {needs} or more, and the device has {budget}"
 
     def _in_shards(
