@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sqlite3
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import studies
 import xxhash
 from studies import run, written
 
-from shoal.core.errors import ShoalError, StorageError
+from shoal.core.errors import ShoalError, SpecError, StorageError
 from shoal.core.event import (
     CheckpointDamaged,
     TrialRestarted,
@@ -129,6 +130,17 @@ def test_without_its_database_a_study_goes_on_from_its_generations(interrupted, 
     assert [event.step for event in written(interrupted, TrialRestarted)] == [newest.step]
     plain = studies.alone("resident", 3e-3, 0, 3)
     assert compare(plain, report.trials[0].load_state()).equal
+
+
+def test_without_its_database_a_study_goes_on_with_no_other_recipe(interrupted, warm_workers):
+    before = content(interrupted)
+    (interrupted.directory / "study.db").unlink()
+    interrupted.recipe = replace(interrupted.recipe, clip_grad_norm=0.25)
+
+    with pytest.raises(SpecError, match="trial 0 trained with another recipe"):
+        run(interrupted, warm_workers)
+
+    assert content(interrupted) == before
 
 
 # -- the record and the database --------------------------------------------------------------

@@ -214,7 +214,8 @@ def _read(place: StudyDirectory) -> tuple[Snapshot, dict[int, float]]:
 def _merge(study: Asked, request: Request, place: StudyDirectory, before: Snapshot) -> Merged:
     asked = describe_study(study, study.policy.record(), study.search.words(), request.fuse)
     if place.recorded is not None:
-        progress = progress_of(place.path, before, place.recorded.unit)
+        numbers = [trial.number for trial in place.recorded.trials]
+        progress = progress_of(place.path, before, place.recorded.unit, numbers)
         return merge(place.recorded, progress, asked, accept_recipe=request.accept_recipe)
     return Merged(
         trials=tuple(t.to_spec() for t in asked.trials),

@@ -59,9 +59,25 @@ class Restart:
     strays: list[Generation] = field(default_factory=list)
 
 
-def progress_of(directory: Path, snapshot: Snapshot, unit: str) -> dict[int, TrialProgress]:
-    """How far each trial came, as its events and its generations say."""
-    return {row.number: _progress(directory, row, unit) for row in snapshot.trials}
+def progress_of(
+    directory: Path, snapshot: Snapshot, unit: str, trials: Iterable[int] = ()
+) -> dict[int, TrialProgress]:
+    """How far each trial came, as its events and its generations say.
+
+    ``trials``: those that were asked for; of one that the database lost its generations say it.
+    """
+    known = {row.number: _progress(directory, row, unit) for row in snapshot.trials}
+    return known | {n: _lost(directory, n, unit) for n in trials if n not in known}
+
+
+def _lost(directory: Path, trial: int, unit: str) -> TrialProgress:
+    place = checkpoint.generations(directory, trial)
+    newest = place.newest(quick=True, among=lambda one: _trial_of(one) == trial)
+    if newest is None:
+        return TrialProgress()
+    meta = newest.manifest.meta
+    has_ended = bool(meta.get("ended")) and unit == "epochs"
+    return TrialProgress(step=newest.step, epoch=int(meta["length"]) if has_ended else 0)
 
 
 def _progress(directory: Path, row: TrialRow, unit: str) -> TrialProgress:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 from generating import generate, planned, steps
 
@@ -19,6 +21,7 @@ from shoal.launch.starts import (
     restart,
 )
 from shoal.observe.snapshot import Snapshot
+from shoal.runtime.saving import checkpoint
 
 
 def stepped(last: int, first: int = 1, epoch: int = 1) -> list[StepFinished]:
@@ -196,6 +199,18 @@ def test_a_finished_trial_without_generations_was_to_train_as_long_as_it_did(tmp
     assert progress_of(tmp_path, snapshot, "steps")[0].target == 4
     assert progress_of(tmp_path, snapshot, "epochs")[0].target == 2
     assert not progress_of(tmp_path, snapshot, "epochs")[0].has_full_state
+
+
+def test_a_trial_that_the_database_lost_has_the_steps_of_its_own_generations(tmp_path):
+    generate(tmp_path, 0, 4, ended=True, length=2)
+    generate(tmp_path, 1, 3)
+    trials = checkpoint.generations(tmp_path, 0).directory.parent
+    shutil.copytree(trials / "0000", trials / "0002")  # a clone's first state is another's
+
+    progress = progress_of(tmp_path, Snapshot(), "epochs", range(4))
+
+    assert [progress[n].step for n in range(4)] == [4, 3, 0, 0]
+    assert [progress[n].epoch for n in range(4)] == [2, 0, 0, 0]
 
 
 def test_weights_alone_are_no_full_state(tmp_path):
