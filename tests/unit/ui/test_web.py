@@ -18,6 +18,7 @@ from shoal.core.event import Event, StudyFinished, StudyPlanned
 from shoal.observe import Database
 from shoal.observe.snapshot import Snapshot
 from shoal.ui.show import DEVICE_HEADER, leaderboard, read_snapshot, read_summary
+from shoal.ui.web import server
 from shoal.ui.web.reading import POINTS, Studies
 from shoal.ui.web.server import Page, serve
 
@@ -230,6 +231,44 @@ def test_a_port_that_is_taken_or_none_is_refused_in_words(page: Page, tmp_path: 
     for port in (page.server_address[1], 99_999):
         with pytest.raises(SpecError, match=f"cannot listen on port {port}"):
             serve(tmp_path, port, browse=False)
+
+
+_CHANGED_UNDER_WAY = """
+const any = new Proxy(function () {}, { get: () => any, apply: () => any, set: () => true });
+const waiting = [], heard = {}, all = [];
+const page = {
+  document: { hidden: false, getElementById: () => any, querySelector: () => any },
+  location: { hash: "#a/1" }, setTimeout: () => {},
+  window: { addEventListener: (name, listener) => { heard[name] = listener; } },
+  fetch: (path) => { all.push(path); return new Promise((done) => { waiting.push(done); }); },
+};
+const vm = require("vm");
+const scope = vm.createContext(page);
+vm.runInContext(require("fs").readFileSync(process.argv[1], "utf8"), scope);
+vm.runInContext("showStudies = () => {}; showStudy = () => {}; showTrial = () => {};", scope);
+const studies = { studies: [{ name: "a" }, { name: "b" }] };
+async function answer(value) {
+  waiting.shift()({ ok: true, json: async () => value });
+  await new Promise((done) => setImmediate(done));
+}
+(async () => {
+  await answer(studies);
+  page.location.hash = "#b/2";
+  heard.hashchange();
+  for (const value of [{}, studies, {}, {}]) await answer(value);
+  console.log(all.join(" "));
+})();
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no Node.js")
+def test_a_page_that_is_left_for_another_one_asks_no_more_of_its_study() -> None:
+    script = Path(server.__file__).with_name("page.js")
+    command = ["node", "-e", _CHANGED_UNDER_WAY, str(script)]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+
+    paths = [f"api/studies{more}" for more in ("", "/a", "", "/b", "/b/trials/2")]
+    assert found.stdout.split() == paths
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="no Chromium")

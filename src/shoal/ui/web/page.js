@@ -272,9 +272,14 @@ function readAddress() {
   chosen.trial = /^[0-9]+$/.test(trial || "") ? Number(trial) : null;
 }
 
+// An answer that comes when something else is asked for already is left to who asks for that.
+let asked = 0;
+
 async function refresh() {
+  const mine = asked += 1;
   try {
     const found = await ask("api/studies");
+    if (mine !== asked) return;
     const names = found.studies.map((study) => study.name);
     if (!names.includes(chosen.study)) { chosen.study = names[0] || null; chosen.trial = null; }
     if (chosen.drawn !== chosen.study) {
@@ -284,13 +289,18 @@ async function refresh() {
     showStudies(found);
     if (chosen.study) {
       const path = `api/studies/${encodeURIComponent(chosen.study)}`;
-      showStudy(await ask(path));
-      showTrial(chosen.trial === null ? null : await ask(`${path}/trials/${chosen.trial}`));
+      const study = await ask(path);
+      if (mine !== asked) return;
+      showStudy(study);
+      const trial = chosen.trial === null ? null : await ask(`${path}/trials/${chosen.trial}`);
+      if (mine !== asked) return;
+      showTrial(trial);
     } else {
       $("study").hidden = true;
     }
     $("trouble").hidden = true;
   } catch (error) {
+    if (mine !== asked) return;
     $("trouble").textContent = error instanceof TypeError ? "shoal ui has ended." : error.message;
     $("trouble").hidden = false;
   }
