@@ -13,7 +13,7 @@ from typing import Any
 from shoal.control.commands import Command, command_to_json
 from shoal.control.endpoint import address, open_directory
 from shoal.core.errors import SpecError
-from shoal.core.studyfiles import RECORD, SOCKET
+from shoal.core.studyfiles import RECORD, SOCKET, TRIALS, describe_lost_record
 from shoal.observe import is_running, jsonl
 
 _MAX_ANSWER_BYTES = 16 * 2**20
@@ -98,6 +98,8 @@ def _reach(connection: socket.socket, descriptor: int, place: Path) -> None:
     try:
         connection.connect(address(descriptor))
     except (FileNotFoundError, ConnectionRefusedError):
+        if not (place / RECORD).is_file() and (place / TRIALS).is_dir():
+            raise NotYet(describe_lost_record(place)) from None
         if not (place / RECORD).is_file():
             raise NotYet(
                 f"there is no study in {place}: it has no {RECORD}. Give the directory of a "

@@ -15,6 +15,15 @@ RESERVE = "reserve"  # bytes set aside for the end
 TRIALS = "trials"
 
 
+def describe_lost_record(study: str | os.PathLike[str]) -> str:
+    """What is wrong with a study's directory that has all but its record, and what to do."""
+    return (
+        f"{os.fspath(study)} has no {RECORD}, which says what a study was asked for, and has what "
+        "one trained. Nothing was changed. Put a copy of that file back, or give the study "
+        "another name; shoal show, verify, export and rm take what is there."
+    )
+
+
 def trial_directory(study: str | os.PathLike[str], trial: int) -> Path:
     """Where a trial's generations and its log lie: named by its number alone."""
     return Path(study) / TRIALS / f"{trial:04d}"

@@ -7,7 +7,16 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from shoal.core.errors import SpecError, StorageError
-from shoal.core.studyfiles import DATABASE, LOCK, RECORD, RESERVE, SOCKET, TIMELINE, TRIALS
+from shoal.core.studyfiles import (
+    DATABASE,
+    LOCK,
+    RECORD,
+    RESERVE,
+    SOCKET,
+    TIMELINE,
+    TRIALS,
+    describe_lost_record,
+)
 from shoal.observe.db import Database
 from shoal.observe.lock import StudyLock
 from shoal.resume import StudyRecord, record_from_json, record_to_json
@@ -28,7 +37,7 @@ class StudyDirectory:
 
     Raises:
         SpecError: it is not empty and holds no study, or another process runs it.
-        StorageError: it cannot be read or written.
+        StorageError: it cannot be read or written, or has all of a study but its record.
     """
 
     def __init__(self, path: Path, *, overwrite: bool) -> None:
@@ -170,6 +179,8 @@ def _refuse_strangers(path: Path) -> None:
     if not path.is_dir():
         raise SpecError(f"{path} is no directory. Choose another name or directory.")
     names = {entry.name for entry in path.iterdir()}
+    if RECORD not in names and {DATABASE, TRIALS} <= names:
+        raise StorageError(describe_lost_record(path))
     if RECORD not in names and names - _ANEW:
         raise SpecError(
             f"{path} is not empty and holds no study. Choose another name or directory; shoal "

@@ -84,6 +84,16 @@ def test_a_directory_with_something_of_somebody_elses_is_refused(place, name):
     assert [path.name for path in place.iterdir()] == [name]
 
 
+def test_a_study_that_lost_its_record_is_not_taken_for_somebody_elses(settled):
+    (settled / RECORD).unlink()
+
+    for overwrite in (False, True):
+        with pytest.raises(StorageError, match=r"has no study.json, .* and has what one trained"):
+            StudyDirectory(settled, overwrite=overwrite)
+
+    assert (settled / "trials").exists()
+
+
 def test_a_file_in_the_place_is_refused(place):
     place.parent.mkdir()
     place.touch()
