@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import io
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -60,6 +61,8 @@ app = typer.Typer(
 
 def main() -> None:
     """Run the program and leave with its exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # as standard error: \xe9 where there is no é
+        sys.stdout.reconfigure(errors="backslashreplace")
     sys.exit(run_command(app))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -54,6 +55,17 @@ def _invoke(*words: str) -> tuple[int, str]:
     """The exit code and standard output of a command, run in this process."""
     result = CliRunner().invoke(app, list(words), catch_exceptions=False)
     return result.exit_code, result.stdout
+
+
+def test_a_letter_that_standard_output_has_no_bytes_for_is_an_escape(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "shoal", "ls", "--directory", str(tmp_path / "\u6f22")]
+    env = os.environ | {"PYTHONIOENCODING": "ascii"}
+    found = subprocess.run(
+        command, env=env, capture_output=True, text=True, check=False, timeout=60
+    )
+
+    assert (found.returncode, found.stderr) == (0, "")
+    assert found.stdout == f"no studies in {tmp_path}/\\u6f22\n"
 
 
 @pytest.mark.parametrize(
