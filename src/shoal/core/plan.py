@@ -326,8 +326,8 @@ class Plan:
         return json.dumps(plan_to_dict(self), indent=2)
 
     @staticmethod
-    def from_json(text: str) -> Plan:
-        """Read a plan written by ``to_json``.
+    def from_json(text: str | bytes) -> Plan:
+        """Read a plan written by ``to_json``; bytes are those of its file.
 
         Raises:
             SpecError: it is none, or of another version of shoal.

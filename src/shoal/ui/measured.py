@@ -141,10 +141,10 @@ def read_plan(place: Path) -> Plan:
     if not path.exists():
         raise SpecError(f"no run of the study in {place} has made a plan yet.")
     try:
-        return Plan.from_json(path.read_text())
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return Plan.from_json(path.read_bytes())
+    except (OSError, SpecError) as error:
         raise StorageError(
-            f"{path} cannot be read ({error!r}); a run of the study writes it anew."
+            f"{path} cannot be read: {error} A run of the study writes it anew."
         ) from error
 
 

@@ -173,7 +173,7 @@ def show_study(name: str | None, trial: int | None, directory: Path, *, as_json:
     place = find_recorded(name, directory)
     if trial is not None:
         snapshot = Snapshot.of(read_trial(place, trial))
-        row = _find_trial(snapshot, trial)
+        row = _find_trial(snapshot, trial, place)
         record = trial_record(row) | {"history": [entry.to_dict() for entry in row.history]}
         width = terminal_width()
         text = wrap(describe_trial(snapshot, row, place, width=width), width)
@@ -499,14 +499,15 @@ def _inside(place: Path, written: str) -> Path:
     return path if path.is_absolute() or path.exists() else place / path
 
 
-def _find_trial(snapshot: Snapshot, number: int) -> TrialRow:
+def _find_trial(snapshot: Snapshot, number: int, place: Path) -> TrialRow:
     for row in snapshot.trials:
         if row.number == number:
             return row
-    if 0 <= number < snapshot.total:
+    total = Snapshot.of(read_outline(place)).total  # with those that were added, as clones are
+    if 0 <= number < total:
         raise SpecError(f"trial {number} of study {snapshot.study} has not been planned yet.")
     raise SpecError(
-        f"study {snapshot.study} has no trial {number}; it has {snapshot.total}, numbered from 0."
+        f"study {snapshot.study} has no trial {number}; it has {total}, numbered from 0."
     )
 
 

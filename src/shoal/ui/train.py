@@ -44,7 +44,7 @@ def run_file(
 ) -> int:
     """Run the study of a file to its end; the exit code says whether all trials finished."""
     study = open_study(file, arguments)
-    followed = None if plan is None else Plan.from_json(Path(plan).read_text())
+    followed = None if plan is None else Plan.from_json(Path(plan).read_bytes())
     named = followed is None or any(flag is not None for flag in flags)
     hardware = _hardware(flags) if named else None
     runs = 0 if overwrite else _runs(study.directory)

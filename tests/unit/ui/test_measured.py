@@ -177,6 +177,10 @@ def test_what_there_is_nothing_to_compare_for_is_refused(place: Path, tmp_path: 
     (place / "plan.json").write_text("{")
     with pytest.raises(StorageError, match=r"plan\.json cannot be read"):
         compare_plan(place, as_json=False)
+    (place / "plan.json").write_bytes(b"{\xff" * 9000)
+    with pytest.raises(StorageError, match=r"can't decode byte 0xff") as told:
+        compare_plan(place, as_json=False)
+    assert len(str(told.value)) < 600, "not the whole file in words"
     (place / "plan.json").unlink()
     with pytest.raises(SpecError, match="has made a plan yet"):
         compare_plan(place, as_json=False)

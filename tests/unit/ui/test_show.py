@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from shoal.core.errors import SpecError
 from shoal.core.event import (
     CheckpointWritten,
     Evaluated,
@@ -29,6 +30,7 @@ from shoal.ui.show import (
     device_table,
     leaderboard,
     ls_table,
+    show_study,
     study_state,
     unsaved_lines,
 )
@@ -209,3 +211,15 @@ def test_of_a_study_that_is_being_planned_a_list_claims_nothing(tmp_path: Path) 
     line = ls_table({tmp_path: Snapshot.of([])}).splitlines()[1]
     assert "0/" not in line
     assert "0 ms" not in line
+
+
+def test_a_trial_that_is_not_there_is_told_how_many_there_are_with_those_added(
+    tmp_path: Path, study_events: Events
+) -> None:
+    more = {"technique": "Resident", "shards": 1, "steps": 4, "peak_bytes": 1, "numerics": {}}
+    clone = TrialPlanned(time=9.0, trial=4, hp={"lr": 1.0}, seed=4, **more)
+    with Database(tmp_path / "sweep") as database:
+        database.write([*study_events(4), clone])
+
+    with pytest.raises(SpecError, match="has no trial 9; it has 5, numbered from 0"):
+        show_study("sweep", 9, tmp_path, as_json=False)
