@@ -181,8 +181,7 @@ def show_study(name: str | None, trial: int | None, directory: Path, *, as_json:
         return ExitCode.DONE
     snapshot = read_snapshot(place, with_actions=True)
     if as_json:
-        devices = [device_record(row) for row in snapshot.devices]
-        print(jsonl.dumps(full_record(place, snapshot) | {"devices": devices}, indent=2))
+        print(jsonl.dumps(full_record(place, snapshot), indent=2))
     else:
         print(wrap(describe_study(snapshot, place), terminal_width()))
     return ExitCode.DONE
@@ -565,12 +564,15 @@ def study_record(place: Path, snapshot: Snapshot) -> dict[str, Any]:
 
 
 def full_record(place: Path, snapshot: Snapshot) -> dict[str, Any]:
-    """A study as JSON-ready values, with its trials."""
-    return study_record(place, snapshot) | {"trials": list(map(trial_record, snapshot.trials))}
+    """A study as JSON-ready values, with its trials and devices."""
+    return study_record(place, snapshot) | {
+        "trials": list(map(trial_record, snapshot.trials)),
+        "devices": list(map(device_record, snapshot.devices)),
+    }
 
 
 def trial_record(row: TrialRow) -> dict[str, Any]:
-    """A trial as JSON-ready values, without its history."""
+    """A trial as JSON-ready values, without its history; ``smooth_loss`` is the one of tables."""
     names = (
         "number seed technique shards step steps seconds device restarts error ended checkpoint"
     )
@@ -579,6 +581,7 @@ def trial_record(row: TrialRow) -> dict[str, Any]:
         "hp": dict(row.hp),
         "state": str(row.state),
         "loss": row.loss,
+        "smooth_loss": row.smooth_loss,
         "metrics": dict(row.metrics),
         "numerics": dict(row.numerics),
         "trains_as": _trains_as(row),

@@ -26,7 +26,8 @@ from shoal.core.units import format_bytes
 from shoal.observe import Database
 from shoal.ui.cli import app
 from shoal.ui.failures import ExitCode, run_command
-from shoal.ui.show import list_studies
+from shoal.ui.show import full_record, leaderboard, list_studies, read_snapshot
+from shoal.ui.text import format_metric
 
 Events = Callable[..., Iterator[Event]]
 
@@ -347,6 +348,10 @@ def test_show_of_a_trial_has_its_learning_curve(runs: Path) -> None:
 
 def test_show_json_has_trials_and_devices(runs: Path) -> None:
     record = json.loads(_invoke("show", "sweep", "--directory", str(runs), "--json")[1])
+    ended = full_record(runs / "sweep", read_snapshot(runs / "sweep", with_actions=True))
+    assert ended.keys() == record.keys(), "what run --json says is what show --json does"
+    cells = leaderboard(read_snapshot(runs / "sweep"))
+    assert all(format_metric(one["smooth_loss"]) in cells for one in record["trials"])
 
     assert [trial["state"] for trial in record["trials"]].count("FAILED") == 1
     assert record["devices"][0]["peak_bytes"] <= record["devices"][0]["budget_bytes"]

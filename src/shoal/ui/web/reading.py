@@ -179,7 +179,6 @@ def _trial(row: TrialRow, study: str, metric: str) -> dict[str, Any]:
         "settings": {name: format_value(value) for name, value in row.hp.items()},
         "state": trial_state(row, study),
         "how": how(row),
-        "loss": row.smooth_loss,
         "error": row.error_line,
         "best": row.best,
     }
