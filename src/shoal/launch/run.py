@@ -314,7 +314,7 @@ class Run:
             )
             sinks.add(commands.see)
             self._door.commands = commands
-            interrupts.stop = execution.stop
+            interrupts.stop_by(execution.stop)
             tally = execution.run()
             commands.ended()
         return tally

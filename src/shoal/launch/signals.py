@@ -31,7 +31,7 @@ class Interrupted(SystemExit):
 class Interrupts:
     """Listens while its block runs, in the main thread; elsewhere it does nothing.
 
-    Until ``stop`` is set nothing is worth saving, and the first signal leaves.
+    Until ``stop_by`` is called nothing is worth saving, and the first signal leaves.
     """
 
     def __init__(self, pool: WorkerPool) -> None:
@@ -55,6 +55,16 @@ class Interrupts:
             signal.signal(number, handler)
         if kind is None and self.received is not None:
             self.leave()  # it came when all was done, and nobody has looked since
+
+    def stop_by(self, stop: Callable[[str], None]) -> None:
+        """From now on the first signal stops the study, and saves it.
+
+        Raises:
+            Interrupted: one came before, and whose code it met swallowed that.
+        """
+        if self.received is not None:
+            self.leave()
+        self.stop = stop
 
     @staticmethod
     def listen_here() -> bool:

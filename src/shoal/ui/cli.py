@@ -22,6 +22,7 @@ import typer
 from shoal import __version__
 from shoal.ui.failures import run_command
 from shoal.ui.flags import HardwareFlags
+from shoal.ui.interrupts import heeding_interrupts
 from shoal.ui.options import (
     STUDY_HELP,
     AcceptNumerics,
@@ -93,7 +94,8 @@ def demo(
     json: AsJson = False,
 ) -> None:
     """Train eight language models side by side on two devices that hold none of them."""
-    from shoal.ui.demo import run_demo
+    with heeding_interrupts():
+        from shoal.ui.demo import run_demo
 
     raise typer.Exit(run_demo(minutes, directory, as_json=json))
 
@@ -107,7 +109,8 @@ def _warm_workers() -> Iterator[WorkerPool]:
         pool.warm(1)
         gc.disable()  # nothing of what is imported is garbage, and looking costs 0.2 s
         try:
-            import shoal.ui.train  # noqa: F401
+            with heeding_interrupts():
+                import shoal.ui.train  # noqa: F401
 
             gc.freeze()
         finally:
@@ -246,7 +249,8 @@ def plan(
 
         place = planned_place(file, directory, given=(*flags, technique, fuse))
         raise typer.Exit(compare_plan(place, as_json=json))
-    from shoal.ui.train import plan_file
+    with heeding_interrupts():
+        from shoal.ui.train import plan_file
 
     code = plan_file(
         file,
@@ -334,7 +338,8 @@ def verify(
     json: AsJson = False,
 ) -> None:
     """Train finished trials again, alone, with plain PyTorch, and compare every bit."""
-    from shoal.ui.verify import verify_study
+    with heeding_interrupts():
+        from shoal.ui.verify import verify_study
 
     raise typer.Exit(
         verify_study(study, Path(directory), count=trials, trials=trial, file=file, as_json=json)
@@ -366,7 +371,8 @@ def export(
     json: AsJson = False,
 ) -> None:
     """Write a trained model for others: safetensors, hyperparameters, metrics, provenance."""
-    from shoal.ui.export import check_target, export_model
+    with heeding_interrupts():
+        from shoal.ui.export import check_target, export_model
 
     place = Path(directory)
     if optuna is not None:

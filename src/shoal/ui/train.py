@@ -22,6 +22,7 @@ from shoal.source import LoadedStudy, load_recorded, load_study, reading_for
 from shoal.study import Study
 from shoal.ui.failures import ExitCode
 from shoal.ui.flags import HardwareFlags
+from shoal.ui.interrupts import heeding_interrupts
 from shoal.ui.show import describe_ending, ending_code, full_record, read_snapshot
 from shoal.ui.text import terminal_width, wrap
 
@@ -177,7 +178,8 @@ def plan_file(
 
 def open_study(file: str, arguments: Sequence[str] = ()) -> Study:
     """The study of a file, which remembers where it came from."""
-    return _opened(load_study(file, arguments))
+    with heeding_interrupts():
+        return _opened(load_study(file, arguments))
 
 
 def _opened(loaded: LoadedStudy) -> Study:
@@ -216,7 +218,7 @@ def reopen_study(place: Path, file: str | None = None) -> Study:
             f"study {recorded.study!r} was defined in {path}, and that file is not there any "
             "more. Name the one that defines it now: --file FILE.py[:STUDY]."
         )
-    with reading_for(recorded.study):
+    with heeding_interrupts(), reading_for(recorded.study):
         given = recorded.arguments
         loaded = (
             load_study(source, given)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from contextlib import suppress
 from typing import Any, cast
 
 import pytest
@@ -30,6 +31,21 @@ def test_before_there_is_anything_to_save_the_first_signal_leaves(
     with pytest.raises(Interrupted) as left, interrupts:
         signal.raise_signal(number)
     assert left.value.code == PAUSED
+
+
+def test_one_that_planning_swallowed_leaves_before_anything_trains(interrupts: Interrupts) -> None:
+    trained: list[str] = []
+
+    def swallowing() -> None:
+        with interrupts:
+            with suppress(BaseException):
+                signal.raise_signal(signal.SIGINT)
+            interrupts.stop_by(lambda reason: None)
+            trained.append("a step")
+
+    with pytest.raises(Interrupted):
+        swallowing()
+    assert not trained
 
 
 def test_the_first_one_stops_the_study_and_the_second_one_leaves(interrupts: Interrupts) -> None:
