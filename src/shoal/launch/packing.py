@@ -58,9 +58,9 @@ def pack_recipe(recipe: Recipe, changes: Collection[Change] = ()) -> bytes:
         state = _state_of(list(users_modules().values()))
         _refuse_change(changes, state)
         field, reason, place = _culprit(recipe, error, state)
-        what = f"{place} is an object" if place else "It refers to an object"
+        what = f"{place[0].upper()}{place[1:]} is an object" if place else "It refers to an object"
         raise SpecError(
-            f"Recipe({field}=...) cannot be sent to a worker: {reason}. {what} "
+            f"Recipe({field}=...) cannot be sent to a worker: {reason.rstrip('.')}. {what} "
             "that lives in this process only (an open file, a lock, a connection, a generator). "
             "Make that object inside the function, or load it from a path there."
         ) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import functools
 import pickle
+import random
 import threading
 import traceback
 from pathlib import Path
@@ -101,6 +102,17 @@ def test_what_cannot_travel_is_named() -> None:
         pack_recipe(shoal.Recipe(model=len, data=len, loss=loss))
     with pytest.raises(shoal.SpecError, match="It refers to an object that lives"):
         pack_recipe(shoal.Recipe(model=len, data=len, loss=functools.partial(max, lock)))
+
+
+def test_what_cannot_travel_is_said_in_sentences() -> None:
+    chance = random.SystemRandom()
+
+    def loss(output: object, batch: object) -> float:
+        return chance.random()
+
+    words = r"source does not have state\. 'chance', which .*loss closes over, is an"
+    with pytest.raises(shoal.SpecError, match=words):
+        pack_recipe(shoal.Recipe(model=len, data=len, loss=loss))
 
 
 def test_what_cannot_travel_is_named_within_a_class_whose_methods_lead_to_it() -> None:
