@@ -161,8 +161,7 @@ class Generations:
         """The one of the least ``rank`` that verifies by manifest and size, if there is one."""
         if self._rank is None:
             return None
-        whole = [found for found in self.all() if _damage(found, quick=True) is None]
-        ranked = [(self._rank(found), found) for found in whole]
+        ranked = [(_rank(found, self._rank), found) for found in self.all()]
         least = min((rank for rank, _ in ranked), default=math.inf)
         return next((found for rank, found in ranked if rank == least < math.inf), None)
 
@@ -352,6 +351,18 @@ def _parsed(name: str) -> tuple[int, int]:
     if not found or (found[1] != f"{int(found[1]):08d}"):
         return -1, 0
     return int(found[1]), int(found[2] or 0)
+
+
+def _rank(generation: Generation, rank: Callable[[Generation], float]) -> float:
+    """Infinite of one that does not verify, or is collected meanwhile: that is not the best."""
+    if _damage(generation, quick=True) is not None:
+        return math.inf
+    try:
+        return rank(generation)
+    except StorageError:
+        if os.path.lexists(generation.path):
+            raise
+        return math.inf
 
 
 def _damage(generation: Generation, *, quick: bool) -> str | None:

@@ -332,6 +332,20 @@ def test_collect_spares_the_best_of_equals_the_earliest(generations):
     assert [found.step for found in place.all()] == [5]
 
 
+def test_the_best_is_found_while_others_are_collected(generations):
+    for step, loss in enumerate([2.0, 1.0, 3.0]):
+        commit(generations, step, loss=loss)
+    place, collected = ranked(generations), []
+
+    def rank(generation):
+        if not collected:  # by the thread that writes, when this one was seen to be whole
+            collected.extend(place.collect())
+        return loss_of(generation)
+
+    assert Generations(generations.directory, rank=rank).best().step == 1
+    assert [path.name for path in collected] == ["step-00000000"]
+
+
 def test_the_best_is_one_that_verifies_and_has_a_rank(generations):
     assert ranked(generations).best() is None
     commit(generations, 0, loss=float("inf"))
