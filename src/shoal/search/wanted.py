@@ -269,7 +269,8 @@ def _check_adaptive(wanted: Wanted) -> None:
     check_trials(wanted.trials, len(wanted.points))
     if wanted.total is None:
         raise SpecError(
-            f"how many trials? sampler={_name(wanted.sampler)!r} goes on for ever: give trials=N."
+            f"how many trials? Nothing says how many points sampler={_name(wanted.sampler)!r} has: "
+            "give trials=N, the most there are to be."
         )
     if not wanted.space:
         raise SpecError(

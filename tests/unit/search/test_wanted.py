@@ -116,8 +116,9 @@ def test_a_generation_is_a_number_of_trials(generation):
 
 
 def test_a_sampler_without_end_needs_a_number_of_trials():
-    with pytest.raises(SpecError, match="goes on for ever: give trials=N"):
-        ask(sampler="tpe", trials=None)
+    for sampler in ("tpe", brute_force(avoid_premature_stop=True)):
+        with pytest.raises(SpecError, match=r"how many points sampler=.* has: give trials=N"):
+            ask({"width": shoal.choice(1, 2)}, sampler=sampler, trials=None)
     with pytest.raises(SpecError, match="nothing to choose"):
         ask({}, sampler="tpe")
 
