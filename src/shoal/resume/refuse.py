@@ -14,6 +14,7 @@ from shoal.resume.code import is_same
 from shoal.resume.recipe import PERMISSIONS, RecipeRecord
 from shoal.resume.record import StudyRecord, TrialRecord
 from shoal.search.parameters import first_difference, is_seeded_otherwise
+from shoal.source import lasting_name
 
 MAX_DIFF_LINES = 40
 _OTHERWISE = "or give the study another name; overwrite=True (--overwrite) trains all anew."
@@ -219,8 +220,9 @@ def another_recipe(recorded: StudyRecord, asked: StudyRecord, trained: Sequence[
 def _rules(record: StudyRecord) -> dict[str, object]:
     """What the trials of a search follow from, beside their values."""
     none = {"sampler": "grid or random", "pruner": "none", "generation": "none"}
+    search = {n: lasting_name(v) for n, v in (record.search or none).items()}
     return {
-        **{n: v for n, v in (record.search or none).items() if not n.endswith(_COMPARED_APART)},
+        **{n: v for n, v in search.items() if not n.endswith(_COMPARED_APART)},
         record.unit: record.length,
         "eval_every": record.eval_every,
         "metric": record.metric,

@@ -31,6 +31,7 @@ from shoal.search.space import (
     size,
 )
 from shoal.search.suggest import Suggester, check_repeats, num_points
+from shoal.source import lasting_name
 
 GENERATION = 9
 """Trials that are decided about together; a number of three's powers halves without a rest."""
@@ -269,8 +270,8 @@ def _check_adaptive(wanted: Wanted) -> None:
     check_trials(wanted.trials, len(wanted.points))
     if wanted.total is None:
         raise SpecError(
-            f"how many trials? Nothing says how many points sampler={_name(wanted.sampler)!r} has: "
-            "give trials=N, the most there are to be."
+            f"how many trials? Nothing says how many points sampler={_name(wanted.sampler)!r} "
+            "has: give trials=N, the most there are to be."
         )
     if not wanted.space:
         raise SpecError(
@@ -368,4 +369,4 @@ def _name(value: Any) -> str:
         return str(value or "none")
     if isinstance(value, PBT):
         return repr(value)
-    return f"{type(value).__module__.split('.')[0]}'s {type(value).__name__}"
+    return f"{lasting_name(type(value).__module__).split('.')[0]}'s {type(value).__name__}"

@@ -201,6 +201,15 @@ def test_a_sampler_made_with_other_values_can_be_accepted_and_a_pruner_cannot() 
         merge(made("pruner", 1), {}, made("pruner", 2), accept_recipe=True)
 
 
+def test_a_pruner_of_the_studys_own_file_is_the_same_however_that_was_read() -> None:
+    run, imported = (
+        study(points(3), search={**SEARCH, "pruner": f"{main}'s Cut"})
+        for main in ("__main__", "__shoal_main__")
+    )
+    merge(run, {}, imported)
+    merge(imported, {}, run)
+
+
 def test_one_pruner_does_not_become_another_beside_a_random_sampler() -> None:
     plain = {"sampler": "random", "pruner": "asha", "generation": "9"}
     asked = study(points(3), search={**plain, "pruner": "median"})

@@ -115,6 +115,14 @@ def test_a_generation_is_a_number_of_trials(generation):
         ask(generation=generation)
 
 
+@pytest.mark.parametrize("main", ["__main__", "__shoal_main__"])
+def test_a_pruner_of_the_studys_own_file_has_one_name_however_that_is_read(main):
+    class Cut(optuna.pruners.NopPruner):
+        __module__ = main
+
+    assert ask(pruner=Cut()).words()["pruner"] == "__main__'s Cut"
+
+
 def test_a_sampler_without_end_needs_a_number_of_trials():
     for sampler in ("tpe", brute_force(avoid_premature_stop=True)):
         with pytest.raises(SpecError, match=r"how many points sampler=.* has: give trials=N"):
