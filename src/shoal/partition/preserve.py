@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.kernels.dispatched import run_operation
 from shoal.partition.dataread import address_of, plain_data
-from shoal.partition.wires import storage_key, tensors_in
+from shoal.partition.wires import storage_key
+from shoal.partition.writes import written_by
 from shoal.rng import capture_rng, restore_rng
 
 
@@ -85,11 +86,10 @@ class _WriteGuard(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func._schema.is_mutable:
-            for tensor in tensors_in((args, kwargs)):
-                parameter = self._parameters.pop(storage_key(tensor), None)
-                if parameter is not None:
-                    self._saved.append((parameter, parameter.detach().clone()))
+        for tensor in written_by(func, args, kwargs):
+            parameter = self._parameters.pop(storage_key(tensor), None)
+            if parameter is not None:
+                self._saved.append((parameter, parameter.detach().clone()))
         return run_operation(func, args, kwargs)
 
     def __exit__(self, *error: Any) -> None:

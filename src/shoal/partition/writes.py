@@ -43,12 +43,7 @@ class WriteWatch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func._schema.is_mutable:
-            given = dict(zip((a.name for a in func._schema.arguments), args, strict=False))
-            given |= kwargs or {}
-            for argument in func._schema.arguments:
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    self._note(tensors_in(given.get(argument.name)))
+        self._note(written_by(func, args, kwargs))
         return run_operation(func, args, kwargs)
 
     def _note(self, written: Iterable[Tensor]) -> None:
@@ -59,3 +54,17 @@ class WriteWatch(TorchDispatchMode):
             holders = self._holders.get(key, set())
             own = self._inside in holders if self._inside is not None else not holders
             (self.names if own else self.foreign).add(name)
+
+
+def written_by(func: Any, args: tuple[Any, ...], kwargs: Any) -> list[Tensor]:
+    """What an operator writes to, of what it is given; not what it only reads."""
+    if not func._schema.is_mutable:
+        return []
+    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False))
+    given |= kwargs or {}
+    return [
+        tensor
+        for argument in func._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for tensor in tensors_in(given.get(argument.name))
+    ]

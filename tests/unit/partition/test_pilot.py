@@ -746,3 +746,22 @@ def test_who_rescales_weights_to_evaluate_is_not_cut(make_recipe):
     report = pilot(model, make_recipe(model, lambda y, batch: y.sum()), (torch.randn(3, 4),), CPU)
     assert report.chain is None
     assert "in evaluation its forward writes to the weight 'blocks.0.weight'" in report.notes[0]
+
+
+def test_who_adds_a_weight_in_place_does_not_write_to_it(make_recipe):
+    class Positions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.positions = nn.Parameter(torch.randn(1, 4))
+            self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+
+        def forward(self, x):
+            x = x * 2
+            x += self.positions
+            for block in self.blocks:
+                x = block(x).tanh()
+            return x
+
+    model = Positions()
+    report = pilot(model, make_recipe(model, lambda y, batch: y.sum()), (torch.randn(3, 4),), CPU)
+    assert report.bitwise, report.notes
