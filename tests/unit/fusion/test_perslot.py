@@ -130,3 +130,13 @@ def test_numbers_of_numpy_that_are_equal_are_one_setting():
     assert blend([np.int64(8), np.int64(8)], "the model.n_patches") == 8
     with pytest.raises(Declined, match=r"n_patches differs between trials: np.int64\(8\) and"):
         blend([np.int64(8), np.int64(9)], "the model.n_patches")
+
+
+def test_equal_arrays_of_numpy_are_one_setting():
+    """As the permutations of normalizing flows are, and a diffusion's noise by step."""
+    one = np.array([2, 0, 1])
+    assert blend([one, one.copy()], "the model.perm") is one
+    unlike = (np.array([2, 1, 0]), np.array([2.0, 0.0, 1.0]), np.array([2, 0]))
+    for other in (*unlike, np.array([2, 0, 1], dtype=object)):
+        with pytest.raises(Declined, match=r"perm differs between trials"):
+            blend([one, other], "the model.perm")

@@ -62,6 +62,11 @@ def same(values: Sequence[Any]) -> bool:
             v.shape == first.shape and v.dtype == first.dtype and torch.equal(v, first)
             for v in values
         )
+    if isinstance(first, np.ndarray):
+        return not first.dtype.hasobject and all(
+            v.shape == first.shape and v.dtype == first.dtype and v.tobytes() == first.tobytes()
+            for v in values
+        )
     if isinstance(first, _PLAIN):
         return all(value == first for value in values)
     if isinstance(first, torch.dtype | torch.device | torch.Size | types.ModuleType):
