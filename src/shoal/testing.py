@@ -207,9 +207,15 @@ def _is_sequence(value: object) -> bool:
 
 
 def _same_scalar(expected: object, found: object) -> bool:
+    expected, found = _as_saved(expected), _as_saved(found)
     if isinstance(expected, float) and isinstance(found, float) and math.isnan(expected):
         return math.isnan(found)
     return type(expected) is type(found) and bool(expected == found)
+
+
+def _as_saved(value: object) -> object:
+    """What is saved of a number of NumPy's, as a schedule in NumPy leaves it in a group."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _describe(expected: Tensor, found: Tensor) -> str:

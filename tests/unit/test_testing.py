@@ -407,6 +407,17 @@ def test_a_planted_difference_is_found_and_named(plant, words):
     assert words in found.first_difference
 
 
+def test_a_number_of_numpy_is_compared_as_it_is_saved():
+    """As DINO's schedules of learning rate and weight decay leave it in the groups."""
+    plain = plain_tied()
+    plain.optimizer.param_groups[0]["lr"] = np.float64(0.25)
+    state = copied(plain.state())
+    state["optimizer"]["groups"][0]["lr"] = 0.25
+    assert compare(plain, state).equal
+    state["optimizer"]["groups"][0]["lr"] = 0.125
+    assert "0.125 found" in compare(plain, state).first_difference
+
+
 def test_a_zeros_sign_and_a_nans_payload_are_bits_too():
     assert not same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
     assert same_bits(torch.tensor([torch.nan]), torch.tensor([torch.nan]))
