@@ -19,7 +19,7 @@ from shoal.fusion.graphs.compiled import CompiledBackend, compiler
 from shoal.fusion.graphs.traced import TracedBackend
 from shoal.recipes.recipe import Recipe
 from shoal.rng import capture_rng, seed_all
-from shoal.testing import same_bits
+from shoal.testing import array_loop, plain_loop, same_bits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -447,3 +447,30 @@ def test_a_neighbours_bad_validation_batch_rewinds_nobodys_random_numbers():
         return weights(array, 0)
 
     assert_same_bits(train(good), train(bad))
+
+
+class Dropped(nn.Module):
+    """Its recurrent weight is an attribute of the layer that each forward makes anew."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.out = nn.LSTM(3, 4, batch_first=True), nn.Linear(4, 2)
+        weight = self.rnn.weight_hh_l0
+        del self.rnn._parameters["weight_hh_l0"]
+        self.rnn.register_parameter("raw", nn.Parameter(weight.data))
+
+    def forward(self, x):
+        self.rnn.weight_hh_l0 = nn.functional.dropout(self.rnn.raw, 0.2, self.training)
+        return self.out(self.rnn(x)[0][:, -1])
+
+
+def test_dropped_weights_of_recurrent_layers_are_each_slots_own():
+    batches = [(torch.randn(4, 5, 3), torch.tensor([0, 1, 1, 0])) for _ in range(3)]
+    recipe = Recipe(
+        model=lambda hp: Dropped(),
+        data=lambda hp: (batches, None),
+        loss=lambda output, batch: nn.functional.cross_entropy(output, batch[1]),
+    )
+    alone = plain_loop(recipe, {"lr": 0.01}, 0, epochs=1)
+    in_a_slot = array_loop(recipe, {"lr": 0.01}, 0, slot=1, width=2, epochs=1)
+    assert in_a_slot.losses == pytest.approx(alone.losses, rel=1e-5)

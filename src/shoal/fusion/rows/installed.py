@@ -175,6 +175,7 @@ def freeze_again(frozen: Iterable[Tensor]) -> bool:
 
 
 def _refresh(recurrent: Sequence[nn.Module]) -> None:
+    """As torch lists them; code that drops weights makes one of them in each forward alone."""
     for module in recurrent:
         names: Any = module._flat_weights_names
-        vars(module)["_flat_weights"] = [getattr(module, name) for name in names]
+        vars(module)["_flat_weights"] = [getattr(module, name, None) for name in names]
