@@ -140,3 +140,18 @@ def test_equal_arrays_of_numpy_are_one_setting():
     for other in (*unlike, np.array([2, 0, 1], dtype=object)):
         with pytest.raises(Declined, match=r"perm differs between trials"):
             blend([one, other], "the model.perm")
+
+
+@pytest.mark.parametrize(
+    "held", [lambda x: x, lambda x: [x], lambda x: {"x": x}, lambda x: types.SimpleNamespace(x=x)]
+)
+def test_tensors_that_are_trained_and_no_parameters_are_declined(held):
+    """As the architecture that DARTS searches is, which its model has in a list."""
+    modules = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    for module in modules:
+        module.alphas = held(torch.zeros(3, requires_grad=True))
+    with pytest.raises(Declined, match=r"the model\.alphas.* is a tensor with requires_grad"):
+        blend_settings(copy.copy(modules[0]), modules, "the model")
+    for module in modules:
+        module.alphas = held(torch.zeros(3))
+    blend_settings(copy.copy(modules[0]), modules, "the model")

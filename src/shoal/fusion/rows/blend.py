@@ -39,6 +39,7 @@ def blend(values: Sequence[Any], where: str) -> Any:
         Declined: they differ in more than floats; says where.
     """
     first = values[0]
+    _decline_trained(first, where)
     if all(value is first for value in values) or same(values):
         return first
     kinds = {type(value) for value in values}
@@ -196,6 +197,7 @@ def blend_settings(made: nn.Module, modules: Sequence[nn.Module], where: str) ->
             if named[0] is not values[0]:
                 vars(child)[name] = blend(named, f"{where}.{path}.{name}".replace("..", "."))
                 continue
+            _decline_trained(values[0], f"{where}.{path}.{name}".replace("..", "."))
             if all(value is values[0] for value in values) or same(values):
                 continue
             if not (_points_inside(values[0], inside) or _close_inside(values, modules)):
@@ -238,6 +240,20 @@ def _close_inside(values: Sequence[Any], modules: Sequence[nn.Module]) -> bool:
     _, closed, count = parts[0]
     alike = all(part == parts[0] for part in parts) and same([v.__defaults__ for v in values])
     return alike and None not in closed and len(closed) == count
+
+
+def _decline_trained(value: Any, where: str) -> None:
+    """Decline a tensor that backwards give gradients to, which no pass for all slots would."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for item in value:
+            _decline_trained(item, where)
+    elif isinstance(value, Tensor) and value.is_leaf and value.requires_grad:
+        raise Declined(
+            f"{where} is a tensor with requires_grad=True and no parameter of the model, and "
+            "would be one trial's for all. Make it an nn.Parameter."
+        )
 
 
 def _points_inside(value: Any, inside: Set[int]) -> bool:
