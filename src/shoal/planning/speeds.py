@@ -14,7 +14,7 @@ from shoal.core.spec import DeviceSpec
 from shoal.core.units import Seconds, counted, format_rate, format_seconds
 from shoal.planner.price import Price, Speeds
 
-CPU_BYTES_PER_S = 8e9  # a copy in memory, by a thread that has a core
+CPU_BYTES_PER_S = 4e9  # a copy of what no cache holds, beside a thread that computes (docs/lab.md)
 GPU_BYTES_PER_S = 20e9  # PCIe 4 x16, pinned
 HOST_STEP = 10.0  # times that a step takes longer on the host than on a GPU, until it is measured
 
