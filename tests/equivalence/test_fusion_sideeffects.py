@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -27,7 +28,7 @@ class Net(nn.Module):
         super().__init__()
         self.layer, self.other, self.does, self.number = *pair(), does, number
         self.begun, self.evaluations, self.random = False, 0, random.Random(0)
-        self.config = SimpleNamespace(kind=None, tables={})
+        self.config, self.table = SimpleNamespace(kind=None, tables={}), np.zeros(2)
         self.register_buffer("bank", torch.zeros(1500, 4))
         self.register_buffer("count", torch.zeros((), dtype=torch.long))
         self.double()
@@ -89,6 +90,11 @@ def writes_its_batch(net, h, x):
 
 def draws_from_its_own(net, h, x):
     return h * net.random.random()
+
+
+def counts_in_numpy(net, h, x):
+    net.table[0] += 1
+    return h * float(net.table[0])
 
 
 def floors(net, h, x):
@@ -195,6 +201,7 @@ def batches(width=3, seed=1):
         (counts_evaluations, "a forward in evaluation mode or its loss changes the attribute"),
         (writes_its_batch, "writes to its batch"),
         (draws_from_its_own, "changes the attribute 'random'"),
+        (counts_in_numpy, "changes the attribute 'table'"),
         (hands_on_to_evaluation, "changes the attribute 'mean'"),
         (hands_on_to_the_next, "changes the attribute 'mean'"),
     ],

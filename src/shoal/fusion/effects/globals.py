@@ -18,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shoal.core.closures import contents_of
 from shoal.core.codes import names_in
 from shoal.fusion.matching.signature import DEEPEST, described
+from shoal.pystate.fingerprints import of_numbers
 from shoal.recipes.bound import code_of
 from shoal.recipes.libraries import is_library
 from shoal.recipes.recipe import Recipe
@@ -87,6 +88,8 @@ def identity(value: Any, depth: int = 0) -> str:
         return repr(value)
     if isinstance(value, Tensor):
         return f"{_numbers.setdefault(value, next(_counter))} {value._version}"
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return str(of_numbers(value))
     if (state := _random_state(value)) is not None:
         return state
     if depth > DEEPEST:
