@@ -19,6 +19,7 @@ import re
 import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from math import ceil
 from pathlib import Path
 
 from shoal.core import event as events
@@ -75,9 +76,19 @@ def _lost(directory: Path, trial: int, unit: str) -> TrialProgress:
     newest = place.newest(quick=True, among=lambda one: _trial_of(one) == trial)
     if newest is None:
         return TrialProgress()
-    meta = newest.manifest.meta
-    has_ended = bool(meta.get("ended")) and unit == "epochs"
-    return TrialProgress(step=newest.step, epoch=int(meta["length"]) if has_ended else 0)
+    meta, has_ended = newest.manifest.meta, bool(newest.manifest.meta.get("ended"))
+    length, batches = meta.get("length"), meta.get("batches")
+    epoch = 0
+    if has_ended and unit == "epochs":
+        epoch = int(meta["length"])
+    elif batches:
+        epoch = ceil(newest.step / ceil(batches / meta.get("numerics", {}).get("accumulate", 1)))
+    return TrialProgress(
+        step=newest.step,
+        epoch=epoch,
+        has_full_state=checkpoint.STATE in newest.manifest.files,
+        target=length if has_ended else None,
+    )
 
 
 def _progress(directory: Path, row: TrialRow, unit: str) -> TrialProgress:

@@ -156,6 +156,7 @@ def _with_more_to_do(
     for number, known in sorted(progress.items()):
         target = recorded.length if known.target is None else known.target
         has_ended = known.state in (TrialState.FINISHED, TrialState.STOPPED)
+        has_ended |= known.state is TrialState.PENDING and known.target is not None  # by its files
         if has_ended and asked.length > target:
             yield number
 

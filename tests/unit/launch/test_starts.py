@@ -203,14 +203,17 @@ def test_a_finished_trial_without_generations_was_to_train_as_long_as_it_did(tmp
 
 def test_a_trial_that_the_database_lost_has_the_steps_of_its_own_generations(tmp_path):
     generate(tmp_path, 0, 4, ended=True, length=2)
-    generate(tmp_path, 1, 3)
+    generate(tmp_path, 1, 3, batches=4, numerics={"accumulate": 2})
+    generate(tmp_path, 4, 4, state=False, ended=True, length=2)
     trials = checkpoint.generations(tmp_path, 0).directory.parent
     shutil.copytree(trials / "0000", trials / "0002")  # a clone's first state is another's
 
-    progress = progress_of(tmp_path, Snapshot(), "epochs", range(4))
+    progress = progress_of(tmp_path, Snapshot(), "epochs", range(5))
 
-    assert [progress[n].step for n in range(4)] == [4, 3, 0, 0]
-    assert [progress[n].epoch for n in range(4)] == [2, 0, 0, 0]
+    assert [progress[n].step for n in range(5)] == [4, 3, 0, 0, 4]
+    assert [progress[n].epoch for n in range(5)] == [2, 2, 0, 0, 2]
+    assert [progress[n].has_full_state for n in range(5)] == [True, True, True, True, False]
+    assert [progress[n].target for n in range(5)] == [2, None, None, None, 2]
 
 
 def test_weights_alone_are_no_full_state(tmp_path):
