@@ -150,8 +150,29 @@ def test_tensors_that_are_trained_and_no_parameters_are_declined(held):
     modules = [nn.Linear(2, 2), nn.Linear(2, 2)]
     for module in modules:
         module.alphas = held(torch.zeros(3, requires_grad=True))
-    with pytest.raises(Declined, match=r"the model\.alphas.* is a tensor with requires_grad"):
+    with pytest.raises(Declined, match=r"the model\.alphas.* has a tensor with requires_grad"):
         blend_settings(copy.copy(modules[0]), modules, "the model")
     for module in modules:
         module.alphas = held(torch.zeros(3))
     blend_settings(copy.copy(modules[0]), modules, "the model")
+
+
+class Asks(collections.UserDict):
+    """A configuration that raises where a value is missing."""
+
+    def values(self):
+        raise RuntimeError("Missing mandatory value: root")
+
+
+def test_a_mapping_of_another_type_that_trials_share_is_not_opened():
+    one, modules = Asks(root=None), [nn.Linear(2, 2), nn.Linear(2, 2)]
+    for module in modules:
+        module.config = one
+    assert blend([one, one], "the model.config") is one
+    blend_settings(copy.copy(modules[0]), modules, "the model")
+
+
+def test_what_is_in_itself_is_one_setting():
+    one = [1]
+    one.append(one)
+    assert blend([one, one], "the model.circle") is one

@@ -242,17 +242,17 @@ def _close_inside(values: Sequence[Any], modules: Sequence[nn.Module]) -> bool:
     return alike and None not in closed and len(closed) == count
 
 
-def _decline_trained(value: Any, where: str) -> None:
+def _decline_trained(value: Any, where: str, depth: int = 4) -> None:
     """Decline a tensor that backwards give gradients to, which no pass for all slots would."""
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        for item in value:
-            _decline_trained(item, where)
+    kind = type(value)
+    if kind in (list, dict) or isinstance(value, tuple):
+        for item in (value.values() if kind is dict else value) if depth else ():  # may be endless
+            _decline_trained(item, where, depth - 1)
     elif isinstance(value, Tensor) and value.is_leaf and value.requires_grad:
         raise Declined(
-            f"{where} is a tensor with requires_grad=True and no parameter of the model, and "
-            "would be one trial's for all. Make it an nn.Parameter."
+            f"{where} is or has a tensor with requires_grad=True that is no parameter of the "
+            "model, and would be one trial's for all. Make it one: an nn.Parameter that is an "
+            "attribute, or in an nn.ParameterList."
         )
 
 
