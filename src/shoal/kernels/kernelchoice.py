@@ -283,6 +283,16 @@ class KernelChoice:
                 cudnn.allow_tf32 = self.cudnn_tf32
                 torch.set_float32_matmul_precision(self.matmul)
 
+    def without(self, before: KernelChoice, after: KernelChoice) -> KernelChoice:
+        """These, but ``before`` of each setting that is still as ``after`` has it."""
+        names = [one.name for one in fields(KernelChoice) if one.name != "others"]
+        pairs = {n: (getattr(self, n), getattr(before, n), getattr(after, n)) for n in names}
+        others = zip(self.others, before.others, after.others, strict=True)
+        return KernelChoice(
+            **{name: was if now == then else now for name, (now, was, then) in pairs.items()},
+            others=tuple(was if now == then else now for now, was, then in others),
+        )
+
     def called(self) -> dict[str, Any]:
         """All of them, by what a plan calls each."""
         found = {f"torch's {f.name}": getattr(self, f.name) for f in fields(self)}

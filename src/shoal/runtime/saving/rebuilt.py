@@ -21,10 +21,10 @@ def build_model(recipe: Recipe, hp: Mapping[str, Scalar], seed: int) -> nn.Modul
     """The module as the trial built it, without a trace in the random streams.
 
     What ``model(hp)`` sets for the whole process (a default type) stays, for the module's forward;
-    the next trial's is made without it.
+    the next trial's is made without it, unless it has been set to something else since.
     """
-    if _left and _left[0][0] == KernelChoice.here():  # nobody has set anything since
-        _left[0][1].take()
+    for after, found in _left:
+        KernelChoice.here().without(found, after).take()
     settings = OfProcess()
     settings.begin()
     before = capture_rng()
