@@ -28,11 +28,19 @@ def settings_of_process(asked: Collection[str]) -> dict[str, str]:
     found["the working directory"] = _working_directory()
     found["how numbers are printed"] = f"{np.get_printoptions()} {vars(_tensor_str.PRINT_OPTS)}"
     if not {"environ", "getenv", "environb"}.isdisjoint(asked):
-        names = [name for name in asked if name.isupper() or name in os.environ]
-        found |= {f"os.environ[{name!r}]": repr(os.environ.get(name)) for name in names}
+        values = {name: _of_environment(name) for name in asked}
+        values = {n: value for n, value in values.items() if n.isupper() or value is not None}
+        found |= {f"os.environ[{name!r}]": repr(value) for name, value in values.items()}
     if "argv" in asked:
         found["sys.argv"] = repr(sys.argv)
     return found
+
+
+def _of_environment(name: str) -> str | None:
+    try:
+        return os.environ.get(name)
+    except UnicodeEncodeError:  # no name of this locale's
+        return None
 
 
 def _working_directory() -> str:
