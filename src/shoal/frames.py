@@ -96,8 +96,8 @@ def raised_by_user(error: BaseException) -> bool:
     innermost, frames = "", error.__traceback__
     while frames is not None:
         filename = frames.tb_frame.f_code.co_filename
-        if is_users(filename) or _is_shoals(filename):
-            innermost = filename
+        if (is_users(filename) and filename[:1] != "<") or _is_shoals(filename):
+            innermost = filename  # made up code is whose it is that calls it
         frames = frames.tb_next
     return bool(innermost) and not _is_shoals(innermost)
 

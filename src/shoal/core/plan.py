@@ -334,7 +334,7 @@ class Plan:
         """
         try:
             return plan_from_dict(json.loads(text))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise SpecError(
                 f"this is no plan that Plan.to_json or shoal plan --json wrote, or one of another "
                 f"version of shoal ({type(error).__name__}: {error}). Plan again."

@@ -145,6 +145,8 @@ class Run:
         case.sinks.write([self._started(case)])
         planner, planned = self._plan(case)
         changes = self._check(case, planned)
+        if interrupts.received is not None:  # and code of the planning swallowed that
+            interrupts.leave()
         case.place.settle(case.merged.record)
         case.sinks.release()
         case.place.drop_replaced()

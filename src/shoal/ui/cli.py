@@ -62,8 +62,8 @@ app = typer.Typer(
 
 def main() -> None:
     """Run the program and leave with its exit code."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # as standard error: \xe9 where there is no é
-        sys.stdout.reconfigure(errors="backslashreplace")
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # \xe9 where there is no é
     sys.exit(run_command(app))
 
 

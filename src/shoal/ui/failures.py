@@ -48,6 +48,8 @@ def run_command(command: Callable[[], object]) -> int:
             print(_STOPPED if begun else _STOPPED_EARLY, file=sys.stderr)
             return ExitCode.PAUSED
         code = getattr(ending, "code", None)
+        if isinstance(code, str):  # of the user's own sys.exit("...")
+            print(code, file=sys.stderr)
         return code if isinstance(code, int) else ExitCode.USAGE
     except ShoalError as error:
         _tell(f"{error}", error)

@@ -34,6 +34,7 @@ def heeding_interrupts() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if signal.getsignal(signal.SIGINT) is take:  # a file may have put its own there
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         if heard:  # also where what swallowed it made another error of it
             raise KeyboardInterrupt

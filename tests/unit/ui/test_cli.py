@@ -187,6 +187,11 @@ def test_an_error_of_shoal_itself_always_shows_its_traceback(
     assert "an error of shoal itself" in err
 
 
+def test_what_code_leaves_with_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(lambda: sys.exit("no GPU here")) == ExitCode.USAGE
+    assert capsys.readouterr().err == "no GPU here\n"
+
+
 def test_an_error_of_the_users_code_is_theirs(capsys: pytest.CaptureFixture[str]) -> None:
     def model() -> None:
         raise ZeroDivisionError
