@@ -55,7 +55,8 @@ def run_command(command: Callable[[], object]) -> int:
         _tell(f"{error}", error)
         return exit_code(error)
     except OSError as error:
-        _tell(f"cannot read or write: {error}", error)
+        at = f", at {user_line(error)}" if raised_by_user(error) else ""
+        _tell(f"cannot read or write{at}: {error}", error)
         return ExitCode.STORAGE
     except Exception as error:
         if raised_by_user(error):  # a model that is made again, to be exported
