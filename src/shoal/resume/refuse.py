@@ -13,7 +13,7 @@ from shoal.core.units import counted, named_trials
 from shoal.resume.code import is_same
 from shoal.resume.recipe import PERMISSIONS, RecipeRecord
 from shoal.resume.record import StudyRecord, TrialRecord
-from shoal.search.parameters import first_difference, is_seeded_otherwise
+from shoal.search.parameters import CODE, first_difference, is_seeded_otherwise
 from shoal.source import lasting_name
 
 MAX_DIFF_LINES = 40
@@ -81,11 +81,14 @@ def _another_parameter(recorded: StudyRecord, asked: StudyRecord, what: str) -> 
         )
     name, was, now = found
     accepted = "or accept it for the trials to come (accept_recipe=True, --accept-recipe), "
+    changed, back = f"{name}={was}, and {name}={now} is asked for now", f"{name}={was}"
+    if CODE in name:
+        code = name[name.index(CODE) :]
+        changed, back = f"other code: {code} has changed", code
     raise SpecError(
         f"cannot go on with study {asked.name!r}: its {what}, {asked.search[what]}, had "
-        f"{name}={was}, and {name}={now} is asked for now. Which trials there are, and which "
-        f"ended early, follows from that. Put {name}={was} back, "
-        f"{accepted if what == 'sampler' else ''}{_OTHERWISE}"
+        f"{changed}. Which trials there are, and which ended early, follows from that. Put "
+        f"{back} back, {accepted if what == 'sampler' else ''}{_OTHERWISE}"
     )
 
 

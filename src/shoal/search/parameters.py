@@ -1,4 +1,4 @@
-"""What an object of Optuna's was made with, as text that lasts: what a study's record keeps of it.
+"""What a sampler or pruner was made with, as text that lasts: what a study's record keeps of it.
 
 Optuna's samplers and pruners do not say what they were given, so their attributes are read, one
 name each. Another version of the library may have others: whoever compares looks at those that
@@ -7,18 +7,26 @@ are in both.
 [Note: what is inside]
 A value with parts has an entry of its own, which says what it is, beside those of its parts:
 ``wrapped_pruner`` is ``None`` or ``MedianPruner``, ``x0`` is ``None`` or ``dict of lr``. Classes
-that a library keeps to itself have none, since it may rename them.
+that a library keeps to itself have none, since it may rename them. Of a user's own class the text
+is a part too, but for comments and how it is laid out: another rule is another pruner.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
+import inspect
 import json
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from shoal.recipes.libraries import is_installed, is_library
+
 _DEPTH = 3  # samplers hold samplers, which hold generators
+CODE = "the code of "
+"""Before a class, the name of what is on record of its text."""
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -57,8 +65,23 @@ def _walk(name: str, value: Any, depth: int) -> Iterator[tuple[str, str]]:
     else:
         if name and (kind := _kind(value)):
             yield name, kind
+        for own_kind in type(value).__mro__:
+            if text := _text_of(own_kind):
+                digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+                yield f"{name}.{CODE}{own_kind.__qualname__}".strip("."), digest
         for part, own in (_inside(value) or {}).items() if depth else ():
             yield from _walk(f"{name}.{part}".strip("."), own, depth - 1)
+
+
+def _text_of(kind: type) -> str:
+    """The definition of a class; nothing of a library's, or where it cannot be read."""
+    file = str(getattr(sys.modules.get(kind.__module__), "__file__", None) or "")
+    if is_library(kind) or is_installed(file) or kind.__module__.startswith("shoal."):
+        return ""
+    try:
+        return ast.unparse(ast.parse(textwrap.dedent(inspect.getsource(kind))))
+    except (OSError, TypeError, SyntaxError):  # defined where no file is
+        return ""
 
 
 def _kind(value: Any) -> str:

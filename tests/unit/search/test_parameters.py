@@ -1,6 +1,9 @@
 """What a sampler or pruner was made with, as it is kept on record."""
 
+import importlib.util
 import json
+import linecache
+import sys
 
 import pytest
 
@@ -132,3 +135,38 @@ def test_another_seed_is_told_from_another_value(one, other, told):
 
 def grid_of(values, **options):
     return samplers.GridSampler({"a": list(range(values))}, **options)
+
+
+RULE = """
+import optuna
+
+class Rule(optuna.pruners.BasePruner):
+    def __init__(self, most):
+        self.most = most
+
+    def prune(self, study, trial):
+        return trial.number > self.most
+"""
+
+
+def test_the_text_of_a_users_own_class_is_a_part_of_it(tmp_path, monkeypatch):
+    def made_of(text):
+        (tmp_path / "rules.py").write_text(text)
+        linecache.clearcache()
+        spec = importlib.util.spec_from_file_location("rules", tmp_path / "rules.py")
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, "rules", module)
+        exec(compile(text, str(tmp_path / "rules.py"), "exec"), vars(module))
+        nested = pruners.PatientPruner(module.Rule(3), 2)
+        return parameters_of(module.Rule(3)), parameters_of(nested)
+
+    before = made_of(RULE)
+    laid_out = made_of(
+        RULE.replace("prune(self, study, trial):", "prune(self, study,  trial):  #")
+    )
+    changed = made_of(RULE.replace("number >", "number >="))
+
+    assert laid_out == before
+    assert first_difference(before[0], changed[0])[0] == "the code of Rule"
+    assert first_difference(before[1], changed[1])[0] == "wrapped_pruner.the code of Rule"
+    assert "code" not in parameters_of(pruners.MedianPruner())
