@@ -206,7 +206,7 @@ def test_of_what_cannot_travel_the_modules_own_is_not_blamed(write, run_study):
         "def loss(output, batch):", "mine = threading.Lock()\ndef loss(output, batch):\n    mine"
     )
     study = load_study(write(text)).study
-    with pytest.raises(shoal.SpecError, match=r"loss=.* the global 'mine'"):
+    with pytest.raises(shoal.SpecError, match=r"loss=.* The global 'mine'"):
         run_study(study.recipe, study.space, steps=1)
 
 
