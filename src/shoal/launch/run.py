@@ -145,8 +145,7 @@ class Run:
         case.sinks.write([self._started(case)])
         planner, planned = self._plan(case)
         changes = self._check(case, planned)
-        if interrupts.received is not None:  # and code of the planning swallowed that
-            interrupts.leave()
+        interrupts.heed()
         case.place.settle(case.merged.record)
         case.sinks.release()
         case.place.drop_replaced()
@@ -161,8 +160,7 @@ class Run:
         case.sinks.write([self._over(tally)])
         if tally.error is not None:
             raise tally.error
-        if interrupts.received is not None:
-            interrupts.leave()
+        interrupts.heed()
 
     def _tell_why(self, case: Case, error: BaseException) -> None:
         """Record why the run ends, if the disk takes it; ``error`` is what counts."""

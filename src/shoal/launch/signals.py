@@ -53,8 +53,8 @@ class Interrupts:
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        if kind is None and self.received is not None:
-            self.leave()  # it came when all was done, and nobody has looked since
+        if kind is None:
+            self.heed()  # it came when all was done, and nobody has looked since
 
     def stop_by(self, stop: Callable[[str], None]) -> None:
         """From now on the first signal stops the study, and saves it.
@@ -62,9 +62,13 @@ class Interrupts:
         Raises:
             Interrupted: one came before, and whose code it met swallowed that.
         """
+        self.heed()
+        self.stop = stop
+
+    def heed(self) -> None:
+        """Leave if one came, and code that it met swallowed the exception."""
         if self.received is not None:
             self.leave()
-        self.stop = stop
 
     @staticmethod
     def listen_here() -> bool:

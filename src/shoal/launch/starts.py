@@ -80,7 +80,7 @@ def _lost(directory: Path, trial: int, unit: str) -> TrialProgress:
     length, batches = meta.get("length"), meta.get("batches")
     epoch = 0
     if has_ended and unit == "epochs":
-        epoch = int(meta["length"])
+        epoch = length or 0
     elif batches:
         epoch = ceil(newest.step / ceil(batches / meta.get("numerics", {}).get("accumulate", 1)))
     return TrialProgress(

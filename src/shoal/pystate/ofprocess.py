@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import types
 from collections.abc import Iterable, Iterator, MutableMapping
-from dataclasses import fields, replace
 from typing import Any
 
 from shoal.core.codes import names_in
@@ -51,16 +50,7 @@ class OfProcess(MutableMapping[str, KernelChoice]):
 
     def set_by_import(self, before: KernelChoice, after: KernelChoice) -> None:
         """What is another one after than before."""
-        names = [one.name for one in fields(KernelChoice) if one.name != "others"]
-        new = {name: getattr(after, name) for name in names}
-        changed = {name: value for name, value in new.items() if value != getattr(before, name)}
-        others = [
-            now if now != was else mine
-            for mine, was, now in zip(
-                self.of_study.others, before.others, after.others, strict=True
-            )
-        ]
-        self.of_study = replace(self.of_study, **changed, others=tuple(others))
+        self.of_study = after.without(self.of_study, before)
 
     def __getitem__(self, name: str) -> KernelChoice:
         if (here := KernelChoice.here()) != self._last:
