@@ -476,6 +476,7 @@ class Spy:
     def _end(self) -> None:
         if self._search and any(gap.read & self._aliases for gap in self.seen.gaps):
             self.seen.keepers = self._search.keepers
+        self._search = None  # it knows this spy: a cycle would keep the whole forward's graph
         self.seen.shared |= set(self._find_shared())
         called = {block.module for block in self.seen.blocks}
         self.seen.skipped = [name for m, name in self._block_names.items() if m not in called]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 
 import numpy as np
 import pytest
@@ -765,3 +767,30 @@ def test_who_adds_a_weight_in_place_does_not_write_to_it(make_recipe):
     model = Positions()
     report = pilot(model, make_recipe(model, lambda y, batch: y.sum()), (torch.randn(3, 4),), CPU)
     assert report.bitwise, report.notes
+
+
+class Remembered(nn.Module):
+    """Two blocks, and a weak reference to what each run of the first one computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.computed = []
+
+    def forward(self, x):
+        x = self.blocks[0](x)
+        self.computed.append(weakref.ref(x))
+        return self.blocks[1](x)
+
+
+def test_what_a_pilot_computed_waits_for_no_collector(make_recipe):
+    model = Remembered()
+    recipe = make_recipe(model, lambda output, batch: output.sum())
+    gc.collect()
+    gc.disable()
+    try:
+        report = pilot(model, recipe, {"x": torch.randn(2, 4)}, CPU)
+        assert report.chain is not None
+        assert [ref() for ref in model.computed] == [None] * len(model.computed)
+    finally:
+        gc.enable()
