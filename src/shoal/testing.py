@@ -214,7 +214,7 @@ def _same_scalar(expected: object, found: object) -> bool:
 
 
 def _as_saved(value: object) -> object:
-    """What is saved of a number of NumPy's, as a schedule in NumPy leaves it in a group."""
+    """A number of NumPy's in a group as Python's, which older checkpoints have in its place."""
     return value.item() if isinstance(value, np.generic) else value
 
 

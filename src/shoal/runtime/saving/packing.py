@@ -1,15 +1,16 @@
 """Containers as JSON with their tensors beside it: what of a trial is no flat tensor.
 
-Types survive the round trip: tuples, lists, mappings with any packable keys, counters,
-NumPy scalars as Python's, tensors under a number, and whole random states. Nothing that is
-read can become anything but one of these.
+Types survive the round trip: Python's own containers with any packable members, its numbers and
+NumPy's (a product of np.float32 is rounded otherwise than Python's) and arrays of these, tensors
+under a number, and whole random states. Nothing that is read can become anything but one of these.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
-from typing import Any
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -19,6 +20,10 @@ from shoal.core.errors import StorageError, TrialError
 from shoal.rng import RngState
 
 PREFIX = "packed|"
+_KINDS = frozenset("biufcmM")  # of NumPy's types: those whose bytes are all there is to a value
+_SEQUENCES = {"set": set, "frozenset": frozenset, "size": torch.Size, "list": list, "tuple": tuple}
+_MAPPINGS = {"counter": Counter, "ordered": OrderedDict, "dict": dict}
+_FACTORIES = {kind.__name__: kind for kind in (int, float, bool, str, list, dict, set)}
 
 
 class Packer:
@@ -33,29 +38,53 @@ class Packer:
         Raises:
             TrialError: a type that has no rule.
         """
+        if isinstance(value, np.generic) and value.dtype.kind in _KINDS:
+            return {"numpy": [value.dtype.str, value.tobytes().hex()]}
+        if isinstance(value, Enum) or (isinstance(value, tuple) and hasattr(value, "_fields")):
+            raise _no_rule(value)  # it would come back as the number, the text or the tuple it is
         if value is None or isinstance(value, bool | int | float | str):
             return value
-        if isinstance(value, np.generic):
-            return value.item()
         if isinstance(value, Tensor):
             return {"tensor": self._keep(value)}
+        if isinstance(value, np.ndarray) and value.dtype.kind in _KINDS:
+            return {"ndarray": self._array(value)}
+        if isinstance(value, torch.dtype):
+            return {"dtype": str(value).removeprefix("torch.")}
         if isinstance(value, RngState):
             return {"rng": self._rng(value)}
-        if isinstance(value, tuple | list):
-            kind = "tuple" if isinstance(value, tuple) else "list"
-            return {kind: [self.pack(item) for item in value]}
+        if isinstance(value, bytes):
+            return {"bytes": value.hex()}
+        if isinstance(value, deque):
+            return {"deque": [value.maxlen, self._packed(value)]}
+        for kind, of in _SEQUENCES.items():
+            if isinstance(value, of):
+                return {kind: self._packed(value)}
         if isinstance(value, Mapping):
-            kind = "counter" if isinstance(value, Counter) else "dict"
-            return {kind: [[self.pack(k), self.pack(v)] for k, v in value.items()]}
-        raise TrialError(
-            f"a checkpoint has no rule for {type(value).__name__} in the state of the optimizer, "
-            "schedule or data. Use numbers, strings, tensors and containers of them."
-        )
+            return self._mapping(value)
+        raise _no_rule(value)
+
+    def _packed(self, items: Iterable[Any]) -> list[Any]:
+        return [self.pack(item) for item in items]
+
+    def _mapping(self, value: Mapping[Any, Any]) -> dict[str, Any]:
+        pairs = [[self.pack(k), self.pack(v)] for k, v in value.items()]
+        if isinstance(value, defaultdict):
+            factory = getattr(value.default_factory, "__name__", None)
+            if value.default_factory not in (None, *_FACTORIES.values()):
+                raise _no_rule(value, f" whose default is made by {factory}")
+            return {"defaultdict": [factory, pairs]}
+        kind = next((kind for kind, of in _MAPPINGS.items() if isinstance(value, of)), "dict")
+        return {kind: pairs}
 
     def _keep(self, tensor: Tensor) -> str:
         key = f"{self._prefix}{len(self._tensors)}"
         self._tensors[key] = tensor.detach().cpu().contiguous().clone()
         return key
+
+    def _array(self, array: np.ndarray) -> list[Any]:
+        order: Literal["C", "F"] = "F" if array.flags.fnc else "C"  # sums follow it
+        data = np.frombuffer(array.tobytes(order), np.uint8).copy()
+        return [array.dtype.str, order, array.shape, self._keep(torch.from_numpy(data))]
 
     def _rng(self, state: RngState) -> dict[str, Any]:
         algorithm, keys, *rest = state.numpy
@@ -89,15 +118,58 @@ def _unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     ((kind, content),) = value.items()
     if kind == "tensor":
         return tensors[content]
-    if kind == "rng":
-        return _unpack_rng(content, tensors)
-    if kind in ("tuple", "list"):
-        items = [_unpack(item, tensors) for item in content]
-        return tuple(items) if kind == "tuple" else items
-    if kind not in ("dict", "counter"):
+    if kind in _SEQUENCES:
+        return _SEQUENCES[kind](_unpacked(content, tensors))
+    if kind in _MAPPINGS:
+        return _MAPPINGS[kind](_pairs(content, tensors))
+    rule = _RULES.get(kind)
+    if rule is None:
         raise ValueError(f"unknown kind {kind!r}")
-    pairs = {_unpack(k, tensors): _unpack(v, tensors) for k, v in content}
-    return Counter(pairs) if kind == "counter" else pairs
+    return rule(content, tensors)
+
+
+def _unpacked(items: Iterable[Any], tensors: Mapping[str, Tensor]) -> list[Any]:
+    return [_unpack(item, tensors) for item in items]
+
+
+def _pairs(items: Iterable[Any], tensors: Mapping[str, Tensor]) -> dict[Any, Any]:
+    return {_unpack(k, tensors): _unpack(v, tensors) for k, v in items}
+
+
+def _unpack_deque(record: Any, tensors: Mapping[str, Tensor]) -> deque[Any]:
+    size, items = record
+    return deque(_unpacked(items, tensors), size)
+
+
+def _unpack_defaultdict(record: Any, tensors: Mapping[str, Tensor]) -> defaultdict[Any, Any]:
+    factory, items = record
+    return defaultdict(None if factory is None else _FACTORIES[factory], _pairs(items, tensors))
+
+
+def _unpack_number(record: Any, tensors: Mapping[str, Tensor]) -> Any:
+    name, data = record
+    (number,) = np.frombuffer(bytes.fromhex(data), _plain(name))
+    return number
+
+
+def _unpack_array(record: Any, tensors: Mapping[str, Tensor]) -> np.ndarray:
+    name, order, shape, key = record
+    data = np.frombuffer(tensors[key].numpy().tobytes(), _plain(name))
+    return data.reshape(shape, order=order).copy(order)
+
+
+def _plain(name: str) -> np.dtype[Any]:
+    dtype = np.dtype(name)
+    if dtype.kind not in _KINDS:
+        raise ValueError(f"no values of NumPy's that are saved: {name!r}")
+    return dtype
+
+
+def _unpack_dtype(name: str, tensors: Mapping[str, Tensor]) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"no dtype of torch's: {name!r}")
+    return dtype
 
 
 def _unpack_rng(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> RngState:
@@ -108,4 +180,22 @@ def _unpack_rng(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Rng
         python=(version, tuple(tensors[internal].tolist()), gauss),
         numpy=(algorithm, tensors[keys].numpy().astype(np.uint32), *rest),
         cuda=None if record["cuda"] is None else tensors[record["cuda"]],
+    )
+
+
+_RULES: Mapping[str, Callable[[Any, Mapping[str, Tensor]], Any]] = {
+    "bytes": lambda text, tensors: bytes.fromhex(text),
+    "defaultdict": _unpack_defaultdict,
+    "deque": _unpack_deque,
+    "dtype": _unpack_dtype,
+    "ndarray": _unpack_array,
+    "numpy": _unpack_number,
+    "rng": _unpack_rng,
+}
+
+
+def _no_rule(value: object, more: str = "") -> TrialError:
+    return TrialError(
+        f"a checkpoint has no rule for {type(value).__name__}{more} in the state of the "
+        "optimizer, schedule or data. Use numbers, strings, tensors and containers of them."
     )

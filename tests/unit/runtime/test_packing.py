@@ -1,0 +1,123 @@
+"""What a checkpoint holds of values that are no tensors comes back as it was."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from enum import IntEnum
+
+import numpy as np
+import pytest
+import torch
+
+from shoal.core.errors import StorageError, TrialError
+from shoal.runtime.saving.packing import Packer, unpack
+
+VALUES = [
+    np.float32(0.1),
+    np.float64(1e-3),
+    np.float16(0.3),
+    np.int64(2**60),
+    np.uint64(2**63),
+    np.bool_(True),
+    np.float64("inf"),
+    np.longdouble(1) / 3,
+    np.complex64(1 + 2j),
+    np.datetime64("2026-11-30T10:00:00.000001"),
+    True,
+    0.1,
+    2**70,
+    "text",
+    b"\x00\xff",
+    torch.bfloat16,
+    torch.Size([2, 3]),
+    (1, [np.float32(2), None]),
+    {1, 2},
+    frozenset({"a"}),
+    deque([1, 2], maxlen=3),
+    deque(),
+    Counter({3: 2}),
+    OrderedDict(b=1, a=2),
+    {(1, 2): {"x": deque([np.int8(3)])}},
+]
+
+
+def there_and_back(value):
+    tensors = {}
+    packed = json.loads(json.dumps(Packer(tensors).pack(value)))
+    return unpack(packed, tensors)
+
+
+def types(value):
+    if isinstance(value, dict):
+        return type(value), [(types(k), types(v)) for k, v in value.items()]
+    if isinstance(value, tuple | list | deque):
+        return type(value), [types(item) for item in value]
+    return type(value)
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_a_value_keeps_its_type(value):
+    found = there_and_back(value)
+    assert found == value
+    assert types(found) == types(value)
+    assert getattr(found, "maxlen", None) == getattr(value, "maxlen", None)
+
+
+def test_a_dictionary_keeps_how_it_makes_what_is_missing():
+    found = there_and_back(defaultdict(list, a=[1]))
+    found["b"].append(2)
+    assert found == {"a": [1], "b": [2]}
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.linspace(0, 1, 5, dtype=np.float32),
+        np.asfortranarray(np.arange(6).reshape(2, 3)),
+        np.arange(12, dtype=np.uint16).reshape(3, 4)[:, ::2],
+        np.array(3.0),
+        np.zeros((0, 2)),
+    ],
+    ids=lambda array: f"{array.dtype}-{array.shape}",
+)
+def test_an_array_keeps_its_type_and_order(array):
+    found = there_and_back(array)
+    np.testing.assert_array_equal(found, array, strict=True)
+    assert found.flags.fnc == array.flags.fnc
+    assert found.flags.writeable
+
+
+Pair = namedtuple("Pair", "a b")
+Mode = IntEnum("Mode", "UP DOWN")
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        (Pair(1, 2), "Pair"),
+        (Mode.UP, "Mode"),
+        (defaultdict(lambda: 3), "defaultdict whose default is made by <lambda>"),
+        (np.array(["a"]), "ndarray"),
+        (object(), "object"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_would_come_back_as_something_else_has_no_rule(value, name):
+    with pytest.raises(TrialError, match=f"no rule for {name}"):
+        Packer({}).pack([value])
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"numpy": ["|O", "00"]},
+        {"numpy": ["<f4", "00"]},
+        {"dtype": "load"},
+        {"defaultdict": ["eval", []]},
+        {"thing": 1},
+    ],
+)
+def test_a_record_that_was_not_packed_is_refused(record):
+    with pytest.raises(StorageError):
+        unpack(record, {})
