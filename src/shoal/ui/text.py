@@ -100,14 +100,14 @@ def without_columns(
     return [header[i] for i in kept], [[row[i] for i in kept] for row in rows]
 
 
-TITLE = 16  # characters of a column's title, where lines have no room for more
+TITLE = 16  # of a column's title, where lines have no room for more
 
 
 def short_titles(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Titles that make no column much wider than its cells."""
     cells = list(zip(*rows, strict=True)) or [()] * len(header)
     return [
-        shorten(title, max(TITLE, *map(len, column), 0))
+        shorten(title, max(TITLE, *map(columns, column), 0))
         for title, column in zip(header, cells, strict=True)
     ]
 
@@ -183,6 +183,11 @@ def _is_number(cell: str) -> bool:
 
 
 def shorten(text: str, width: int) -> str:
-    """``text`` on one line of at most ``width`` characters."""
+    """``text`` on one line of at most ``width`` columns."""
     line = " ".join(text.split())
-    return line if len(line) <= width else line[: max(0, width - 3)] + "..."
+    if columns(line) <= width:
+        return line
+    kept = line[: max(0, width - 3)]
+    while kept and columns(kept) > width - 3:
+        kept = kept[:-1]
+    return kept + "..."

@@ -58,6 +58,11 @@ def test_text_is_shortened_to_one_line() -> None:
     assert shorten("a long\nline of text", 10) == "a long ..."
 
 
+def test_text_of_wide_letters_is_shortened_to_what_a_terminal_shows() -> None:
+    assert shorten("学習率学習率", 12) == "学習率学習率"
+    assert shorten("学習率学習率", 11) == "学習率学..."
+
+
 def test_a_long_line_is_cut_between_words_and_indented_from_then_on() -> None:
     text = "study x\n    - it fits: the whole model needs 67.5 KiB\n  a long-name/that-is-not-cut"
     assert wrap(text, 24).split("\n") == [
