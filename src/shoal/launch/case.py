@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
@@ -216,7 +217,12 @@ def _merge(study: Asked, request: Request, place: StudyDirectory, before: Snapsh
     if place.recorded is not None:
         numbers = [trial.number for trial in place.recorded.trials]
         progress = progress_of(place.path, before, place.recorded.unit, numbers)
-        return merge(place.recorded, progress, asked, accept_recipe=request.accept_recipe)
+        try:
+            return merge(place.recorded, progress, asked, accept_recipe=request.accept_recipe)
+        except SpecError as error:
+            if study.arguments == before.arguments:
+                raise
+            raise SpecError(f"{error}\n{_other_arguments(before, study)}") from None
     return Merged(
         trials=tuple(t.to_spec() for t in asked.trials),
         ended=(),
@@ -225,6 +231,12 @@ def _merge(study: Asked, request: Request, place: StudyDirectory, before: Snapsh
         changes=(),
         record=asked,
     )
+
+
+def _other_arguments(before: Snapshot, study: Asked) -> str:
+    """What may be all that differs."""
+    was, now = (shlex.join(given) or "none" for given in (before.arguments, study.arguments))
+    return f"The run before gave the study's file other arguments: {was}; this one: {now}."
 
 
 def _grown(study: Asked, request: Request, merged: Merged, before: Snapshot) -> Merged:

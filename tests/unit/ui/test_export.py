@@ -102,6 +102,20 @@ def test_a_model_finds_its_files_arguments_where_it_is_exported(place, tmp_path,
     assert seen == [str(place / "steep.py"), *recorded]
 
 
+def test_a_study_that_cannot_go_on_says_which_arguments_it_was_given(place, tmp_path, monkeypatch):
+    shutil.copytree(place, tmp_path / "moved")
+    file = tmp_path / "moved" / "steep.py"
+    text = file.read_text().replace("torch.nn.Linear(4, 8)", "torch.nn.Linear(4, 8, False)")
+    file.write_text(text.replace(str(place), str(tmp_path / "moved")))
+    study = load_study(str(file), ("--width", "a b")).study
+
+    with pytest.raises(SpecError, match="Changed: ") as refused:
+        study.run(hardware=shoal.Hardware.virtual(devices=1, memory="64MiB"), progress=False)
+
+    last = str(refused.value).splitlines()[-1]
+    assert last.endswith("file other arguments: none; this one: --width 'a b'.")
+
+
 def test_a_trial_is_exported_by_its_number_and_told_as_json(place: Path, tmp_path: Path) -> None:
     words = ("--directory", str(place / "runs"), "--json")
 
