@@ -27,6 +27,7 @@ from shoal.core.units import format_bytes
 from shoal.launch.reached import imported_for_itself, named_objects, reached
 from shoal.launch.replaced import users_modules
 from shoal.launch.usercode import codes_of
+from shoal.pystate.ambient import is_users
 from shoal.pystate.arriving import arrive, read_state
 from shoal.pystate.comparing import Fingerprints
 from shoal.pystate.modulestate import ModuleState, Place, left_words
@@ -220,13 +221,33 @@ class _EmptyCell:
         return _make_empty_cell, ()
 
 
+@dataclass(frozen=True, slots=True)
+class _Globals:
+    """Read as the globals of a module."""
+
+    module: ModuleType
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return vars, (self.module,)
+
+
+def _home(function: FunctionType) -> ModuleType | None:
+    """The user's module that a function is from and workers have; what it holds, too."""
+    name = function.__globals__.get("__name__")
+    module = None if name in MAINS else sys.modules.get(str(name))
+    is_from = module is not None and vars(module) is function.__globals__ and is_users(module)
+    return module if is_from else None
+
+
 class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]  # it has no types
     """Code keeps the name of its file, so that tracebacks and warnings show the user's lines.
 
     Functions with ``lru_cache`` around them go as functions do, which cloudpickle by itself sends
     by name. Modules of a class of their own (``torch.backends.cudnn``) go by name as others do.
     What the user's file defines goes by value, also where it wraps a library's function, has the
-    name of that one and is in its place. What functions close over together they do so there.
+    name of that one and is in its place; and what another module of theirs has by no name of its
+    own (a class that a decorator took the place of), with that module's globals. What functions
+    close over together they do so there.
 
     Args:
         state: Of objects that the other side has already.
@@ -301,9 +322,18 @@ class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]  # it has no typ
             self._going[key] = some
         return self._going[key]
 
+    def _dynamic_function_reduce(self, function: FunctionType) -> tuple[Any, ...]:
+        reduced: tuple[Any, ...] = super()._dynamic_function_reduce(function)
+        if _home(function) is not None:
+            _, parts = reduced[2]
+            parts["__globals__"] = {}  # they are there
+        return reduced
+
     def _function_getnewargs(self, function: FunctionType) -> tuple[Any, ...]:
         """Cells that functions share are shared afterwards too; what is in them comes later."""
-        *arguments, _ = super()._function_getnewargs(function)
+        code, held, *arguments, _ = super()._function_getnewargs(function)
+        home = _home(function)
+        arguments = [code, held if home is None else _Globals(home), *arguments]
         if function.__closure__ is None:
             return (*arguments, None)
         shared = [self._cells.setdefault(id(c), (c, _EmptyCell())) for c in function.__closure__]

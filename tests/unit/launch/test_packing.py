@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import importlib
+import os
 import pickle
 import random
+import subprocess
+import sys
 import threading
 import traceback
 from pathlib import Path
@@ -86,6 +90,38 @@ def named(hp): return Net.eval(Net()), "WIDTH" in {**vars(hp)}
     assert there["spelled"]({"model": "nn.Tanh()"})[1] == 3
     assert {f"M{i}" for i in range(60)} <= there["wide"].__globals__.keys()
     assert "spelled" not in there["named"].__globals__
+
+
+def test_a_class_that_a_decorator_took_the_place_of_has_its_modules_globals(monkeypatch, tmp_path):
+    """The module's own functions are there by names that no code has, too."""
+    (tmp_path / "replacing.py").write_text(
+        "def replaced(kind):\n"
+        "    class Replaced(kind):\n"
+        "        def made(self):\n"
+        "            return super().made()\n"
+        "    return Replaced\n\n"
+        "GAIN = [1.0]\n"
+        "@replaced\n"
+        "class Inner:\n"
+        "    def made(self):\n"
+        "        return globals()['GAI' + 'N']\n\n"
+        "@replaced\n"
+        "class Outer:\n"
+        "    def made(self):\n"
+        "        return globals()['In' + 'ner']()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    outer = packing._dumps(importlib.import_module("replacing").Outer)
+    monkeypatch.delitem(sys.modules, "replacing")
+    (tmp_path / "outer").write_bytes(outer)
+    code = (
+        "import cloudpickle, replacing\n"
+        "outer = cloudpickle.load(open('outer', 'rb'))\n"
+        "assert outer is not replacing.Outer\n"
+        "assert outer().made().made() is replacing.GAIN\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, check=True)
 
 
 def test_what_cannot_travel_is_named() -> None:
