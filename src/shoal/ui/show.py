@@ -258,7 +258,7 @@ def _leaderboard_row(row: TrialRow, names: list[str], metric: str, study: str) -
     return [
         str(row.number),
         *(shorten(setting, 24) for setting in settings),
-        f"{last.source} at {last.step}" if (last := _last_taken(row)) else DASH,
+        taken_from(row),
         how(row),
         trial_state(row, study),
         format_steps(row.step, row.steps),
@@ -268,9 +268,9 @@ def _leaderboard_row(row: TrialRow, names: list[str], metric: str, study: str) -
     ]
 
 
-def _last_taken(row: TrialRow) -> Inherited | None:
-    """Where it went on from another trial last."""
-    return row.inherited[-1] if row.inherited else None
+def taken_from(row: TrialRow) -> str:
+    """The trial, and its step, from which it went on last; a dash where from none."""
+    return f"{row.inherited[-1].source} at {row.inherited[-1].step}" if row.inherited else DASH
 
 
 def device_table(snapshot: Snapshot, *, width: int | None = None) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from shoal.core.errors import SpecError
-from shoal.core.event import Event, StudyFinished, StudyPlanned
+from shoal.core.event import Event, StudyFinished, StudyPlanned, TrialExploited
 from shoal.observe import Database
 from shoal.observe.snapshot import Snapshot
 from shoal.ui.show import DEVICE_HEADER, leaderboard, read_snapshot, read_summary
@@ -99,6 +99,16 @@ def test_a_study_is_told_with_its_trials_devices_curves_and_remarks(page: Page) 
     assert "warning   nobody reads 'q'" in study["remarks"]
     assert {curve["trial"] for curve in study["curves"]} == {0, 1, 2, 3}
     assert all(len(point) == 2 for curve in study["curves"] for point in curve["points"])
+
+
+def test_the_page_says_where_a_trial_went_on_from_as_the_terminal_does(
+    tmp_path: Path, study_events: Events
+) -> None:
+    took = TrialExploited(time=9.0, trial=1, step=2, source=0, before={}, hp={}, checkpoint="")
+    place = write(tmp_path, "pbt", [*study_events(2), took])
+    trials = Studies(tmp_path).study("pbt")["trials"]
+    assert {trial["number"]: trial["from"] for trial in trials} == {0: "-", 1: "0 at 2"}
+    assert " 0 at 2 " in leaderboard(read_snapshot(place))
 
 
 def test_the_page_has_the_digits_of_the_terminal(page: Page) -> None:

@@ -143,18 +143,20 @@ function mark(trial) {
 
 function showTrials(study) {
   const isNumber = (name) => study.trials.every((trial) => ["number", "undefined"].includes(typeof trial.hp[name]));
+  const taken = study.trials.some((trial) => trial.from !== "-") ? ["from"] : [];
   const header = [["", false], ["trial", true], ...study.settings.map((name) => [name, isNumber(name)]),
-    ["how", false], ["state", false], ["step", true], ["loss", true], [study.metric, true],
-    ["took", true], ["", false]];
+    ...taken.map((name) => [name, false]), ["how", false], ["state", false], ["step", true],
+    ["loss", true], [study.metric, true], ["took", true], ["", false]];
   const rows = study.trials.map((trial) => {
     const button = made("button", String(trial.number)), cells = trial.cells;
     button.dataset.key = String(trial.number);
     button.setAttribute("aria-label", `trial ${trial.number}`);
     button.setAttribute("aria-expanded", String(trial.number === chosen.trial));
     const line = row(header, [mark(trial.number), button,
-      ...study.settings.map((name) => trial.settings[name] ?? "-"), trial.how, trial.state, cells.step,
-      cells.loss, cells.metric, cells.took, trial.error]);
-    line.children[3 + study.settings.length].classList.add(trial.state.replace(" ", "-"));
+      ...study.settings.map((name) => trial.settings[name] ?? "-"),
+      ...taken.map((name) => trial[name]), trial.how, trial.state, cells.step, cells.loss,
+      cells.metric, cells.took, trial.error]);
+    line.children[3 + study.settings.length + taken.length].classList.add(trial.state.replace(" ", "-"));
     line.lastElementChild.classList.add("failed");
     line.classList.toggle("chosen", trial.number === chosen.trial);
     line.addEventListener("click", () => { toggle(trial.number); });  // the button's too

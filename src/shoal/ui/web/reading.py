@@ -31,6 +31,7 @@ from shoal.ui.show import (
     read_summary,
     remarks,
     study_record,
+    taken_from,
     trial_record,
 )
 from shoal.ui.studies import last_written, study_directories
@@ -178,6 +179,7 @@ def _trial(row: TrialRow, study: str, metric: str) -> dict[str, Any]:
         "cells": cells,
         "settings": {name: format_value(value) for name, value in row.hp.items()},
         "state": trial_state(row, study),
+        "from": taken_from(row),
         "how": how(row),
         "error": row.error_line,
         "best": row.best,
