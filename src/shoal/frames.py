@@ -41,8 +41,8 @@ def own_traceback(error: BaseException) -> str:
     found = traceback.TracebackException(type(error), error, frames or error.__traceback__)
     if frames is not None:
         _forget_tries(found)
-    elif found.stack and not _is_shoals(found.stack[-1].filename):
-        some = [one for one in found.stack if not (_is_shoals(one.filename) or _is_plumbing(one))]
+    elif found.stack and not is_shoals(found.stack[-1].filename):
+        some = [one for one in found.stack if not (is_shoals(one.filename) or _is_plumbing(one))]
         found.stack = traceback.StackSummary.from_list(some or found.stack[-1:])
     elif isinstance(error, TrialError) and not os.environ.get("SHOAL_DEBUG"):
         found.stack = traceback.StackSummary.from_list(found.stack[-1:])
@@ -52,7 +52,7 @@ def own_traceback(error: BaseException) -> str:
 def _forget_tries(found: traceback.TracebackException) -> None:
     """Of those that came before it leave those that a user's code handled."""
     while found.__cause__ is None and (before := found.__context__) is not None:
-        if before.stack and _is_shoals(before.stack[0].filename):
+        if before.stack and is_shoals(before.stack[0].filename):
             found.__context__ = None
             return
         found = before
@@ -96,10 +96,10 @@ def raised_by_user(error: BaseException) -> bool:
     innermost, frames = "", error.__traceback__
     while frames is not None:
         filename = frames.tb_frame.f_code.co_filename
-        if (is_users(filename) and filename[:1] != "<") or _is_shoals(filename):
+        if (is_users(filename) and filename[:1] != "<") or is_shoals(filename):
             innermost = filename  # made up code is whose it is that calls it
         frames = frames.tb_next
-    return bool(innermost) and not _is_shoals(innermost)
+    return bool(innermost) and not is_shoals(innermost)
 
 
 def line_now() -> str:
@@ -130,7 +130,8 @@ def _is_plumbing(frame: traceback.FrameSummary) -> bool:
     return frame.name in _PLUMBING or any(part in frame.filename for part in _TORCHS_OWN)
 
 
-def _is_shoals(filename: str) -> bool:
+def is_shoals(filename: str) -> bool:
+    """Whether a file is one of shoal's own."""
     return filename.startswith(_HERE)
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from shoal import __version__
-from shoal.ui.failures import run_command
+from shoal.ui.failures import run_command, show_warnings_in_words
 from shoal.ui.flags import HardwareFlags
 from shoal.ui.interrupts import heeding_interrupts
 from shoal.ui.options import (
@@ -64,6 +64,7 @@ def main() -> None:
     """Run the program and leave with its exit code."""
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")  # \xe9 where there is no é
+    show_warnings_in_words()
     sys.exit(run_command(app))
 
 

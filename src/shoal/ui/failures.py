@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Callable
 from enum import IntEnum
 
@@ -20,7 +21,7 @@ from shoal.core.errors import (
     StorageError,
     TrialError,
 )
-from shoal.frames import own_traceback, raised_by_user, user_line
+from shoal.frames import is_shoals, own_traceback, raised_by_user, user_line
 
 
 class ExitCode(IntEnum):
@@ -82,6 +83,24 @@ def _interrupt_in(ending: BaseException | None) -> BaseException | None:
             return ending
         ending = ending.__cause__ or ending.__context__
     return None
+
+
+def show_warnings_in_words() -> None:
+    """Warnings that no line of the user's has asked for, without the line of shoal's that did."""
+    shown = warnings.formatwarning
+
+    def format_warning(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        line: str | None = None,
+    ) -> str:
+        if is_shoals(filename) and not os.environ.get("SHOAL_DEBUG"):
+            return f"shoal: warning: {message}\n"
+        return shown(message, category, filename, lineno, line)
+
+    warnings.formatwarning = format_warning
 
 
 def exit_code(error: ShoalError) -> ExitCode:

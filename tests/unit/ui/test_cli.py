@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import shoal
 from shoal.core.errors import CapacityError, PlanError, SpecError, TransitionError
 from shoal.core.event import (
     Evaluated,
@@ -25,7 +27,7 @@ from shoal.core.event import (
 from shoal.core.units import format_bytes
 from shoal.observe import Database
 from shoal.ui.cli import app
-from shoal.ui.failures import ExitCode, run_command
+from shoal.ui.failures import ExitCode, run_command, show_warnings_in_words
 from shoal.ui.show import full_record, leaderboard, list_studies, read_snapshot
 from shoal.ui.text import format_metric
 
@@ -398,6 +400,19 @@ def test_trace_writes_where_it_is_told(runs: Path, tmp_path: Path) -> None:
 
     assert record == {"trace": str(target), "chart": str(target.with_suffix(".svg"))}
     assert target.exists()
+
+
+def test_a_warning_that_no_line_of_the_users_asked_for_is_words_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    show_warnings_in_words()
+    ours, theirs = (
+        warnings.formatwarning("a line was skipped", UserWarning, filename, 3, "line")
+        for filename in (shoal.__file__, "mine.py")
+    )
+    assert ours == "shoal: warning: a line was skipped\n"
+    assert theirs == "mine.py:3: UserWarning: a line was skipped\n  line\n"
 
 
 def test_trace_writes_no_chart_over_the_timeline(runs: Path, tmp_path: Path) -> None:
