@@ -327,6 +327,22 @@ ROWS_OF = {  # what: (operation with the rule, module of a slot, shape of its in
         lambda s: nn.utils.parametrizations.weight_norm(nn.Conv2d(6, 5, 3), dim=1),
         IMAGE,
     ),
+    **{
+        f"a number rolled by {home.__name__}": (
+            home.roll,
+            lambda s, roll=home.roll: Fn(lambda x, w: x * w + roll(w.sum(), 1), 6),
+            ROWS,
+        )
+        for home in (torch, Tensor)
+    },
+    **{
+        f"a row put in by {home.__name__}": (
+            home.select_scatter,
+            lambda s, put=home.select_scatter: Fn(lambda x, w: put(x, w * x[0], -2, 1), 6),
+            ROWS,
+        )
+        for home in (torch, Tensor)
+    },
     "weight norm of all": (
         torch._weight_norm,
         lambda s: nn.utils.parametrizations.weight_norm(nn.Linear(6, 5), dim=None),

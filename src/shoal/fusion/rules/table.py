@@ -25,6 +25,7 @@ from shoal.fusion.rules.gradient import grad
 from shoal.fusion.rules.linear import linear
 from shoal.fusion.rules.loss import cross_entropy, nll_loss
 from shoal.fusion.rules.memory import data, requires_grad
+from shoal.fusion.rules.misbatched import roll, select_scatter
 from shoal.fusion.rules.norm import batch_norm, weight_norm
 from shoal.fusion.rules.pooling import adaptive_avg_pool2d
 from shoal.fusion.rules.recurrent import gru, lstm
@@ -66,6 +67,10 @@ RULES: dict[Callable[..., Any], Rule] = {
     torch.gru: gru,
     torch._C._nn.cross_entropy_loss: cross_entropy,
     torch._C._nn.nll_loss_nd: nll_loss,
+    torch.roll: roll,
+    Tensor.roll: roll,
+    torch.select_scatter: select_scatter,
+    Tensor.select_scatter: select_scatter,
     **{activation: where_it_lies(activation) for activation in WRITTEN_OVER},
     **{shape: as_it_lies_alone(shape) for shape in SHAPES},
     **DRAWING,
