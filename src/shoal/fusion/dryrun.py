@@ -22,7 +22,7 @@ from shoal.fusion.crew import ArrayBackend, Evaluated, Trained
 from shoal.fusion.declined import Declined
 from shoal.fusion.effects.sideeffects import first_side_effect
 from shoal.fusion.graphs.constants import constants_of
-from shoal.fusion.likeness import as_double, close, copies
+from shoal.fusion.likeness import as_double, close, copies, set_apart
 from shoal.fusion.matching.admission import shared_signature
 from shoal.fusion.member import Member, in_streams
 from shoal.fusion.owndryrun import own_dry_run
@@ -85,6 +85,7 @@ def dry_run(
         if words := first_side_effect(members, moved, where):
             return words
         exact = _in_float64(members, moved, where) or (copies(members), moved)
+        set_apart(exact[0])
         spare = copies(exact[0]) if _differ_in_floats(members) else ()
         losses = _losses(len(members), None, None)
         try:

@@ -41,6 +41,26 @@ def _copied(member: Member, memo: dict[int, Any]) -> Member:
     return made
 
 
+APART = 2**-5
+"""By what part of itself a trained weight is less from one equal member to the next."""
+
+
+def set_apart(members: Sequence[Member]) -> None:
+    """Have trained weights with which several members begin be others in each of them.
+
+    What goes from one slot to another shows where slots differ: trials of one seed do from their
+    second step on, and so do biases and gates that begin at 0.
+    """
+    for name, weight in members[0].module.named_parameters():
+        others = [member.module.get_parameter(name) for member in members[1:]]
+        if not weight.requires_grad or not any(torch.equal(weight, other) for other in others):
+            continue
+        with torch.no_grad():
+            for slot, other in enumerate(others, 1):
+                part = 1 / (1 + slot * APART)
+                other.copy_(torch.where(other == 0, 1 - part, other * part))
+
+
 def as_double(batch: Any) -> Any:
     """A batch with its floating-point tensors in float64."""
     return changed_by(lambda t: t.double() if t.is_floating_point() else t, batch)

@@ -24,7 +24,7 @@ from torch import Tensor
 from shoal.fusion.array import Array
 from shoal.fusion.declined import Declined
 from shoal.fusion.effects.globals import global_settings
-from shoal.fusion.likeness import as_double, close, copies, numpy_stream
+from shoal.fusion.likeness import as_double, close, copies, numpy_stream, set_apart
 from shoal.fusion.member import Member, in_streams
 from shoal.recipes.ownstep import Losses, OwnStep
 from shoal.rng import same_rng
@@ -42,6 +42,8 @@ def own_dry_run(members: Sequence[Member], batches: Sequence[Any], device: torch
         Declined: they cannot be compared, or cannot run as one.
         torch.OutOfMemoryError: the device has no room for this.
     """
+    members = copies(members)
+    set_apart(members)
     alone, together, later = _wide(members), _wide(members), _wide(members[:1])[0]
     wide = [as_double(batch) for batch in batches]
     with _in_float64():

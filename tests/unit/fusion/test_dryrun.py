@@ -10,6 +10,7 @@ from shoal.core.spec import HyperParameters
 from shoal.fusion import Member, dry_run
 from shoal.fusion.effects.globals import identity
 from shoal.fusion.likeness import close
+from shoal.fusion.rules import RULES
 from shoal.partition.track import AllocationTracker
 from shoal.recipes.ownstep import Modes
 from shoal.recipes.recipe import Recipe
@@ -31,11 +32,15 @@ def step(model, batch, optimizer, hp):
     return found
 
 
-def members(recipe):
+def narrow(rate):
+    return nn.Sequential(nn.Linear(8, 16), nn.Dropout(rate), nn.Tanh(), nn.Linear(16, 4))
+
+
+def members(recipe, module_of=narrow):
     torch.manual_seed(0)
     made = []
     for rate in (0.1, 0.2, 0.3):
-        module = nn.Sequential(nn.Linear(8, 16), nn.Dropout(rate), nn.Tanh(), nn.Linear(16, 4))
+        module = module_of(rate)
         made.append(
             Member(
                 recipe=recipe,
@@ -76,3 +81,27 @@ def test_complex_gradients_may_round_otherwise_as_real_ones_may():
     assert close(alone.conj(), alone.conj().resolve_conj() * (1 + 1e-6), 1e-3, 1.0)
     assert not close(alone, alone.conj(), 1e-3, 1.0)
     assert not close(alone, alone * 1.1, 1e-3, 1.0)
+
+
+class Rolled(nn.Module):
+    """A layer, and a gate that begins at the same number in every trial."""
+
+    def __init__(self, begins):
+        super().__init__()
+        torch.manual_seed(0)  # as trials of one seed begin
+        self.layer, self.gate = nn.Linear(8, 4), nn.Parameter(torch.tensor(begins))
+
+    def forward(self, x):
+        return self.layer(x) + torch.roll(self.gate, 1)
+
+
+@pytest.mark.parametrize("begins", [0.0, 1.0])
+@pytest.mark.parametrize("own", [None, step])
+def test_what_goes_from_slot_to_slot_is_found_where_all_begin_alike(own, begins, monkeypatch):
+    monkeypatch.delitem(RULES, torch.roll)  # torch's batching rolls one number to the next slot
+    how = {"step": own} if own else {"loss": loss}
+    recipe = Recipe(model=lambda hp: None, data=lambda hp: ([], None), **how)
+
+    words = dry_run(members(recipe, lambda rate: Rolled(begins)), [torch.ones(2, 8)] * 3)
+
+    assert "one step as an array is not the step alone: slot 0: " in words
