@@ -289,6 +289,16 @@ ROWS_OF = {  # what: (operation with the rule, module of a slot, shape of its in
         lambda s: Fn(lambda x, w: x * w + torch.normal(x.detach(), torch.full_like(x, 2.0)), 6),
         ROWS,
     ),
+    "around weights": (
+        torch.normal,
+        lambda s: Fn(lambda x, w: x.exp() + torch.normal(w, w.exp()), 6),
+        ROWS,
+    ),
+    "by the chance of a weight": (
+        torch.bernoulli,
+        lambda s: Fn(lambda x, w: x.exp() + torch.bernoulli(w.sigmoid().expand(4, 6)), 6),
+        ROWS,
+    ),
     "by chance": (
         torch.bernoulli,
         lambda s: Fn(lambda x, w: x * w + torch.bernoulli(x.sigmoid()), 6),

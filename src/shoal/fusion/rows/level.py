@@ -68,11 +68,12 @@ def entered(width: int) -> Iterator[Level]:
     """A level of ``width`` slots, for one pass of the model's code.
 
     An operation that torch has no batching for raises, so that ``SlotMode`` can take over
-    (torch would run its parts slot by slot, and warn).
+    (torch would run its parts slot by slot, and warn). So does one that draws random numbers,
+    which torch would draw from the process's generator, for all slots in one.
     """
     allowed = _functorch._is_vmap_fallback_enabled()
     _functorch._set_vmap_fallback_enabled(False)
-    number = _functorch._vmap_increment_nesting(width, "different")
+    number = _functorch._vmap_increment_nesting(width, "error")
     try:
         yield Level(width, number)
     finally:

@@ -70,31 +70,41 @@ def randint_like(
     return _asked_like(slots, input, dtype, "random_", numbers)
 
 
-def normal(slots: Slots, mean: Any = 0.0, std: Any = 1.0, **options: Any) -> Any:
+def normal(slots: Slots, mean: Any = 0.0, std: Any = 1.0, size: Any = None, **options: Any) -> Any:
     """``torch.normal``, of a size, or around tensors: as its kernel computes these."""
-    if options and options.keys() != {"size"}:
-        return NotImplemented
-    if options:
-        return _asked(slots, options["size"], {}, "normal_", (mean, std))
+    if size is not None:
+        return _asked(slots, size, options, "normal_", (mean, std))
     pair = [x for x in (mean, std) if isinstance(x, Tensor)]
-    if len(pair) < 2 or any(x.requires_grad for x in pair) or mean.dtype != std.dtype:
+    if options or len(pair) < 2 or mean.dtype != std.dtype:
         return NotImplemented
     size = torch.broadcast_shapes(mean.shape, std.shape)
     alone = {"dtype": mean.dtype, "device": mean.device}
     drawn = _asked(slots, size, alone, "normal_", (0.0, 1.0))
-    return drawn if drawn is NotImplemented else drawn.mul_(std).add_(mean)
+    if drawn is NotImplemented:
+        return drawn
+    return _without_slope(slots, drawn.mul_(std.detach()).add_(mean.detach()), *pair)
+
+
+def _without_slope(slots: Slots, drawn: Tensor, *inputs: Tensor) -> Tensor:
+    """What was drawn, of which gradients by ``inputs`` are zeros, as torch has it."""
+    for input in inputs:
+        if slots.level.open(input)[0].requires_grad:
+            never = torch.zeros((), dtype=torch.bool, device=drawn.device)
+            drawn = torch.where(never, input, drawn)
+    return drawn
 
 
 def bernoulli(slots: Slots, input: Tensor, *args: Any, **options: Any) -> Any:
     """``torch.bernoulli(p)`` on a CPU: uniform numbers, as many as there are, beside ``p``."""
     is_known = input.device.type == "cpu" and input.dtype in (torch.float32, torch.float64)
-    if args or options or not is_known or input.requires_grad:
+    if args or options or not is_known:
         return NotImplemented
     p_N = slots.stacked(input)
     drawn = _drawn(slots, one_alone(p_N), p_N.dtype, "uniform_", (0.0, 1.0))
     with plainly():
         slots.outside.require(((p_N >= 0) & (p_N <= 1)).all(), _no_chance)
-        return slots.slotted((drawn < p_N).to(p_N.dtype))
+        found = (drawn < p_N).to(p_N.dtype)
+    return _without_slope(slots, slots.slotted(found), input)
 
 
 def _no_chance() -> RuntimeError:
@@ -105,7 +115,7 @@ def filled(method: str, *usual: float) -> Rule:
     """Of what fills a tensor in place: ``x.normal_()``, ``x.exponential_()``."""
 
     def rule(slots: Slots, input: Tensor, *numbers: Any, **options: Any) -> Any:
-        if options or not slots.has_values(input) or input.requires_grad:
+        if options or not slots.has_values(input):
             return NotImplemented
         x_N = slots.stacked(input)
         with plainly():
