@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.overrides import resolve_name
 from torch.utils import _pytree as pytree
 
-from shoal.fusion.declined import FROZEN, Declined, Disagreement
+from shoal.fusion.declined import FROZEN, Declined, Disagreement, Unbatched
 from shoal.fusion.passes.outside import AtOnce, Outside
 from shoal.fusion.passes.streams import SlotStreams
 from shoal.fusion.rows.layout import as_alone, in_one_piece
@@ -33,6 +33,7 @@ class Slots:
 
     ``outside`` draws and checks for it; at once, if nothing else is said. ``is_trained`` tells of
     a parameter as the code finds it, which does not say so itself; None of other tensors.
+    ``are_rows`` tells whether a tensor is in the memory of parameters or buffers.
     Shapes in the rules: N slots, B rows of a batch, C channels, T time, H heads or hidden.
     """
 
@@ -46,6 +47,7 @@ class Slots:
         self.level, self.streams, self.width = level, streams, level.width
         self.outside: Outside = outside or AtOnce(streams)
         self.is_trained: Callable[[Tensor], bool | None] = lambda tensor: None
+        self.are_rows: Callable[[Tensor], bool] = lambda stacked: False
         self._active = active
         self.num_looped = 0  # operations that ran slot by slot
 
@@ -113,10 +115,14 @@ class Slots:
         self.outside.loops(_name(functions[0]))
         self.num_looped += 1
         leaves, tree = pytree.tree_flatten((args, kwargs or {}))
-        opened = [self._opened(x) if isinstance(x, Tensor) else (x, None) for x in leaves]
+        opened: list[tuple[Any, int | None]] = [
+            self._opened(x) if isinstance(x, Tensor) else (x, None) for x in leaves
+        ]
         self._refuse_shared_target(functions[0], leaves, kwargs or {})
         if functions[0] is Tensor.normal_:
             opened[0] = self._opened(leaves[0], in_one_piece)
+        if writes(functions[0]) and self._keeps_what_is_written(opened):
+            opened[0] = self._rows_for_each(*opened[0]), 0
         results: list[Any] = [None] * self.width
         taking_part = [slot for slot in range(self.width) if self._active[slot]]
         with plainly():
@@ -146,11 +152,37 @@ class Slots:
             laid = lay(x_N)
         return (inside, dim) if laid is x_N else (laid, 0)
 
+    def _keeps_what_is_written(self, opened: Sequence[tuple[Any, int | None]]) -> bool:
+        """Whether a backward may need what an operation writes.
+
+        Rows of one tensor have one count of what was written: a slot's would be out of date as
+        soon as the next slot's is written.
+        """
+        tensors = (value for value, _ in opened if isinstance(value, Tensor))
+        is_slotted = opened[0][1] is not None
+        return is_slotted and torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+    def _rows_for_each(self, inside: Tensor, dim: int | None) -> list[Tensor]:
+        """A copy of each slot's row, in memory of its own, where it lies as it did."""
+        with plainly():
+            rows = inside.unbind(dim or 0)
+            empty = [inside.new_empty_strided(row.shape, row.stride()) for row in rows]
+            return [own.copy_(row) for own, row in zip(empty, rows, strict=True)]
+
     def _write_back(self, target: Any, written: Any) -> None:
-        """What has been written into a copy, into the tensor itself."""
-        if isinstance(target, Tensor) and written is not self.level.open(target)[0]:
-            with plainly():
-                self.level.stacked(target).copy_(written)
+        """What has been written into a copy, or into one of each slot's, into the tensor itself.
+
+        Raises:
+            Unbatched: they have another shape now, which no slot's part of a tensor can have.
+        """
+        if not isinstance(target, Tensor) or written is self.level.open(target)[0]:
+            return
+        with plainly():
+            into = self.level.stacked(target)
+            rows = torch.stack(written) if isinstance(written, list) else written
+            if rows.shape != into.shape:
+                raise Unbatched("it gives a tensor another shape in place.")
+            into.copy_(rows)
 
     def _refuse_shared_target(
         self, function: Callable[..., Any], leaves: Sequence[Any], kwargs: Any
@@ -217,6 +249,8 @@ def _alike(answers: Sequence[Any], slots: Sequence[int]) -> list[list[int]]:
 def _pick(value: Any, dim: int | None, slot: int) -> Any:
     if isinstance(value, PerSlot):
         return value.values[slot]
+    if isinstance(value, list):
+        return value[slot]
     return value if dim is None else value.select(dim, slot)
 
 
