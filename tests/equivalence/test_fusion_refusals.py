@@ -99,6 +99,14 @@ def members(odd, loss=None, width=3):
     return made
 
 
+def says_where_memory_begins(net, x):
+    return x * net.layer.weight.as_strided((4,), (5,), 0)
+
+
+def goes_sparse(net, x):
+    return (x * net.layer.weight.to_sparse().to_dense().sum()).tanh()
+
+
 def mean(output, batch):
     return output.square().mean()
 
@@ -117,6 +125,8 @@ def batches(width=3):
         (draws_numpy, "draws from NumPy, which has one stream for all slots"),
         (branches, "control flow that depends on the data"),
         pytest.param(checkpoints, "runs again in the backward", marks=NEWER),
+        (says_where_memory_begins, "as_strided is told where in the memory of a weight or buffer"),
+        (goes_sparse, "the backward of all slots at once fails: Could not run 'aten::select_b"),
         (writes_behind, "it gives a tensor other memory by .data"),
     ],
 )
@@ -124,7 +134,7 @@ def test_a_model_with_an_odd_forward_is_declined_with_the_reason(odd, reason):
     assert reason in dry_run(members(odd), batches())
 
 
-@pytest.mark.parametrize("odd", [branches, counts, assigns, writes, checkpoints])
+@pytest.mark.parametrize("odd", [branches, counts, assigns, writes, checkpoints, goes_sparse])
 def test_what_is_declined_trains_slot_by_slot_all_the_same(odd):
     made, lone = members(odd), members(odd)
     array = Array(made, backend=LoopBackend())

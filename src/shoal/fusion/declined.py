@@ -45,6 +45,10 @@ class Draws(Disagreement):
     """Code that draws, of all slots at once, what each is to draw by itself."""
 
 
+class OfMemory(Declined):
+    """Code that goes by where tensors lie, which in an array is elsewhere; slot by slot as well."""
+
+
 class Untraceable(Declined):
     """A pass that cannot be kept as a graph; operation by operation it runs."""
 
@@ -57,4 +61,9 @@ FROZEN = (
 REPLACED = (
     "the forward gave a weight other values by .data, or put another one in its place, and that "
     "of an array is a row of all trials' (write into it, under torch.no_grad)"
+)
+
+OF_ALL_TRIALS = (
+    "as_strided is told where in the memory of a weight or buffer to begin (storage_offset), and "
+    "in an array that memory is all trials' (without it a view begins where the tensor does)"
 )

@@ -11,21 +11,23 @@ by one, and the pass is run without those that fail.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import graph
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from shoal.core.arraykeys import INPUTS, LOSS
 from shoal.frames import user_line
 from shoal.fusion.batches import combined
 from shoal.fusion.crew import Crew, Evaluated, Steps, Trained, Undo, idle_slots, taking_part
-from shoal.fusion.declined import Declined, Disagreement, Draws, Unbatched
+from shoal.fusion.declined import Declined, Disagreement, Draws, OfMemory, Unbatched
 from shoal.fusion.member import Member
 from shoal.fusion.passes.feeding import are_fed, fed
 from shoal.fusion.passes.hooked import HOOKED, tensor_hooks
@@ -201,7 +203,7 @@ class StackedBackend:
                 raise
             if self._keeps_old_buffers(crew, error):
                 return self.train(crew, batches, active, scale)
-            raise Declined(f"{RUNS_AGAIN.removesuffix('.')}: {first_line(error)}") from error
+            raise Declined(of_backward(error)) from error
         self._keep_idle(crew, active)
         return Trained(masked(losses.detach(), active), {})
 
@@ -322,6 +324,7 @@ class StackedBackend:
         template, level = self._current(crew), slots.level
         recipe = template.recipe
         tensors = self._within(crew, level, blocks)
+        slots.are_rows = functools.partial(shares_memory, blocks.values())
         slots.is_trained = lambda found: next(
             (p.requires_grad for n, p in crew.stacked.parameters.items() if tensors[n] is found),
             None,
@@ -358,7 +361,7 @@ class StackedBackend:
         and if it comes again it is some slot's own.
         """
         reason, known = _reason(error), self._known_of(crew)
-        if reason is None and self._doubted is not None:
+        if isinstance(error, OfMemory) or (reason is None and self._doubted is not None):
             raise error
         part = self._current(crew).innermost(error.__traceback__)
         if isinstance(error, Draws) and part in known.looped and not known.draws_python:
@@ -449,6 +452,13 @@ class StackedBackend:
         return Trained(trained.losses, {**trained.failures, **found})
 
 
+def shares_memory(blocks: Iterable[Tensor], stacked: Tensor) -> bool:
+    """Whether it is a view of one of these."""
+    dense = (block for block in blocks if block.layout == torch.strided)
+    memory = stacked.untyped_storage().data_ptr()
+    return any(block.untyped_storage().data_ptr() == memory for block in dense)
+
+
 def written_silently(module: nn.Module) -> frozenset[str]:
     """Names of buffers whose writes leave their version as it is: those of BatchNorm's kernel."""
     norms = [(path, m) for path, m in module.named_modules() if isinstance(m, _NormBase)]
@@ -484,6 +494,16 @@ def _writes_what_is_shared(error: BaseException, reason: str | None) -> bool:
     if reason is None:
         return isinstance(error, RuntimeError) and "match the broadcast shape" in str(error)
     return "inplace" in reason or "all slots share" in reason or "is not possible" in reason
+
+
+def of_backward(error: BaseException) -> str:
+    """Why a backward failed, in words: where Python ran in it, the model's code did."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    is_code = trace is not None and trace.tb_frame.f_code.co_filename != graph.__file__
+    said = RUNS_AGAIN.removesuffix(".") if is_code else "the backward of all slots at once fails"
+    return f"{said}: {first_line(error)}"
 
 
 def first_line(error: BaseException) -> str:

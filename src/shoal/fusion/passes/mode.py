@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from shoal.fusion.declined import Unbatched
+from shoal.fusion.declined import OF_ALL_TRIALS, OfMemory, Unbatched
 from shoal.fusion.passes.ownfunctions import functions_by_slot
 from shoal.fusion.passes.slots import Slots, writes
 from shoal.fusion.rows.layout import as_alone
@@ -81,6 +81,10 @@ FREEZING = frozenset((Tensor.requires_grad_, Tensor.requires_grad.__set__))  # t
 
 REPLACING = Tensor.data.__set__  # type: ignore[attr-defined]
 """Gives a tensor other memory. Slot by slot that would be the memory of a row's alias."""
+
+STRIDED = frozenset((torch.as_strided, Tensor.as_strided))
+"""May be told from which number in memory on, which torch's batching heeds. Slot by slot, as
+short batches run, it would be the first slot's number, where memory is that of rows."""
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -144,6 +148,8 @@ class SlotMode(TorchFunctionMode):
             with self:
                 return twin(*args, **kwargs)
         if _holds_per_slot(args, kwargs):
+        if func in STRIDED and self._says_where(*args, **kwargs):
+            raise OfMemory(OF_ALL_TRIALS)
             return self._with_numbers(func, args, kwargs)
         if self._own_factories and func in FACTORIES:
             return self._own(func(*args, **kwargs))
@@ -237,6 +243,14 @@ class SlotMode(TorchFunctionMode):
         if func in NORMS:
             return self._by_value(func, args, kwargs)
         if func not in LIFTED or _holds_per_slot((), kwargs):
+    def _says_where(
+        self, input: Tensor, size: Any, stride: Any, storage_offset: int | None = None
+    ) -> bool:
+        """Whether code says where in a weight's or a buffer's memory a view of it begins."""
+        return storage_offset is not None and self._slots.are_rows(
+            self._slots.level.open(input)[0]
+        )
+
             return self._slots.each(func, args, kwargs)
         like = next(x for x in args if isinstance(x, Tensor))
         if like.dtype in HALF:

@@ -7,6 +7,7 @@ earlier ones, is the caller's: nothing slotted outlives a part.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,9 +17,14 @@ from torch import Tensor
 from shoal.fusion.batches import combined
 from shoal.fusion.crew import Crew, Undo
 from shoal.fusion.declined import Declined
-from shoal.fusion.passes.fused import Learnt, StackedBackend, first_line, is_out_of_memory
+from shoal.fusion.passes.fused import (
+    Learnt,
+    StackedBackend,
+    is_out_of_memory,
+    of_backward,
+    shares_memory,
+)
 from shoal.fusion.passes.mode import SlotMode
-from shoal.fusion.passes.ownfunctions import RUNS_AGAIN
 from shoal.fusion.passes.slots import Slots
 from shoal.fusion.passes.template import Template
 from shoal.fusion.rows.level import Level, entered
@@ -111,6 +117,7 @@ class ShardBackend(StackedBackend):
         with entered(crew.width) as level:
             slots = Slots(level, crew.streams, active)
             batch = combined(batches, level.slotted)
+            slots.are_rows = functools.partial(shares_memory, blocks.values())
             tensors = self._within(crew, level, blocks)
             with (
                 template.running(slots, crew.stacked, tensors) as replaced,
@@ -127,11 +134,11 @@ def backward(roots: Sequence[Any], gradients: Sequence[Tensor]) -> None:
     """Autograd's backward, of a pass that has left its level.
 
     Raises:
-        Declined: the model's code runs again in it.
+        Declined: it fails, as where the model's code runs again in it.
     """
     try:
         torch.autograd.backward(list(roots), list(gradients))
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise
-        raise Declined(f"{RUNS_AGAIN.removesuffix('.')}: {first_line(error)}") from error
+        raise Declined(of_backward(error)) from error
