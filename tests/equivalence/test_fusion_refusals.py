@@ -166,6 +166,21 @@ def test_a_buffer_that_a_forward_assigns_or_writes_is_each_slots_own(odd, backen
         torch.testing.assert_close(array.extract(slot)["model"]["seen"], member.module.seen)
 
 
+@pytest.mark.parametrize("backend", [StackedBackend, TracedBackend])
+def test_a_gradient_of_zeros_that_have_no_memory_is_one(backend):
+    def signs(net, x):
+        return net.layer.weight.sgn() + net.layer.bias
+
+    array = Array(members(signs), backend=backend())
+
+    for _ in range(4):
+        assert not array.step(batches()).failures
+
+    for slot in range(3):
+        weight = array.member(slot).module.layer.weight
+        assert torch.equal(weight.grad, torch.zeros(4, 4, dtype=torch.float64))
+
+
 def test_a_buffer_update_that_gets_lost_is_found(monkeypatch):
     from shoal.fusion.passes import template
 

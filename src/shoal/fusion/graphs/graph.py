@@ -99,12 +99,18 @@ class Graph:
         self.run, self.nodes = self.module.forward, len(self.module.graph.nodes)
 
     def look(self, inputs: Inputs) -> None:
-        """Find, by a run, which gradients do not lie as their parameters or share memory."""
+        """Find, by a run, which gradients do not lie as their parameters or share memory.
+
+        Or have none: zeros that torch knows of without it.
+        """
         with torch.no_grad():
             found = list(self.run(*inputs.copied().flat()))[1 + self.checks :]
         taken = {t.untyped_storage().data_ptr() for t in inputs.flat()}
         fix = []
         for at, name in enumerate(self.names):
+            if found[at]._is_zerotensor():
+                fix.append(at)
+                continue
             place = found[at].untyped_storage().data_ptr()
             if place in taken or found[at].stride() != inputs.parameters[name].stride():
                 fix.append(at)
