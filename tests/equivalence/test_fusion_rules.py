@@ -327,16 +327,6 @@ ROWS_OF = {  # what: (operation with the rule, module of a slot, shape of its in
         ROWS,
     ),
     "memory by itself": (Tensor.data.__get__, lambda s: Fn(lambda x, w: x * w + w.data, 6), ROWS),
-    "weight norm": (
-        torch._weight_norm,
-        lambda s: nn.utils.parametrizations.weight_norm(nn.Linear(6, 5)),
-        ROWS,
-    ),
-    "weight norm of rows": (
-        torch._weight_norm,
-        lambda s: nn.utils.parametrizations.weight_norm(nn.Conv2d(6, 5, 3), dim=1),
-        IMAGE,
-    ),
     **{
         f"a number rolled by {home.__name__}": (
             home.roll,
@@ -353,6 +343,16 @@ ROWS_OF = {  # what: (operation with the rule, module of a slot, shape of its in
         )
         for home in (torch, Tensor)
     },
+    "weight norm": (
+        torch._weight_norm,
+        lambda s: nn.utils.parametrizations.weight_norm(nn.Linear(6, 5)),
+        ROWS,
+    ),
+    "weight norm of rows": (
+        torch._weight_norm,
+        lambda s: nn.utils.parametrizations.weight_norm(nn.Conv2d(6, 5, 3), dim=1),
+        IMAGE,
+    ),
     "weight norm of all": (
         torch._weight_norm,
         lambda s: nn.utils.parametrizations.weight_norm(nn.Linear(6, 5), dim=None),
@@ -381,6 +381,40 @@ UNRULED = {  # without a rule: torch's batching, or slot by slot
     "gumbel": (lambda s: Fn(_gumbel(1.0 + s), 6), ROWS),
     "alpha dropout": (lambda s: nn.Sequential(nn.Linear(6, 6), nn.AlphaDropout(0.3)), ROWS),
     "random slopes": (lambda s: nn.Sequential(nn.Linear(6, 6), nn.RReLU()), ROWS),
+    "random slopes in place": (
+        lambda s: nn.Sequential(nn.Linear(6, 6), nn.RReLU(inplace=True)),
+        ROWS,
+    ),
+    "powers in place": (lambda s: Fn(lambda x, w: x.exp().mul(w * w).pow_(w.exp()), 6), ROWS),
+    "initialised": (
+        lambda s: Fn(lambda x, w: x * w + nn.init.normal_(torch.empty_like(x)), 6),
+        ROWS,
+    ),
+    "counts of successes": (
+        lambda s: Fn(lambda x, w: x * w * torch.binomial(5 * torch.ones_like(x), x.sigmoid()), 6),
+        ROWS,
+    ),
+    "gamma": (lambda s: Fn(lambda x, w: torch._standard_gamma((x * w).exp()), 6), ROWS),
+    "numbers of a size": (
+        lambda s: Fn(lambda x, w: x * w + torch.normal(1.0, 2.0, (6,)).to(x), 6),
+        ROWS,
+    ),
+    "attention of one head": (
+        lambda s: Fn(lambda x, w: F.scaled_dot_product_attention(x * w, x, x, dropout_p=0.3), 6),
+        ROWS,
+    ),
+    "channels last": (
+        lambda s: Fn(
+            lambda x, w: (x * w).to(memory_format=torch.channels_last).view_as(x), 6, 1, 1
+        ),
+        IMAGE,
+    ),
+    "another shape in place": (
+        lambda s: nn.Sequential(
+            nn.Linear(6, 6), Fn(lambda x, w: (x * w).as_strided_((4, 2), (6, 1)), 6)
+        ),
+        ROWS,
+    ),
     "rnn": (lambda s: Lists(nn.RNN(6, 5)), (3, 4, 6)),
     "gru cell": (lambda s: nn.GRUCell(6, 5), ROWS),
     "bilinear": (lambda s: Fn(lambda x, w: F.bilinear(x, x, w), 3, 6, 6), ROWS),

@@ -91,6 +91,15 @@ HALF = (torch.bfloat16, torch.float16)
 ASKS_FORMAT = "is_contiguous inside of vmap"
 """What torch says of an operation that asks in which format images lie."""
 
+ABOUT_BATCHING = (
+    "vmap",
+    "atching rule",
+    "functorch",
+    "BatchedTensor",
+    "tensor to use channels_last",
+)
+"""In what torch says where it does not batch; the last, of dimensions, slots among them."""
+
 UNTOUCHED = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 
@@ -139,6 +148,8 @@ class SlotMode(TorchFunctionMode):
             return self._slots.each(func, args, kwargs)
         if func == REPLACING and self._slots.has_values(args[0]):
             raise Unbatched("it gives a tensor other memory by .data.")
+        if func in STRIDED and self._says_where(*args, **kwargs):
+            raise OfMemory(OF_ALL_TRIALS)
         if func in FREEZING and self._slots.asks_gradient(*args, **kwargs):
             return args[0]
         if func in DRAWING:
@@ -148,8 +159,6 @@ class SlotMode(TorchFunctionMode):
             with self:
                 return twin(*args, **kwargs)
         if _holds_per_slot(args, kwargs):
-        if func in STRIDED and self._says_where(*args, **kwargs):
-            raise OfMemory(OF_ALL_TRIALS)
             return self._with_numbers(func, args, kwargs)
         if self._own_factories and func in FACTORIES:
             return self._own(func(*args, **kwargs))
@@ -234,6 +243,14 @@ class SlotMode(TorchFunctionMode):
         with plainly():
             return self._slots.outside.holds(self._slots.stacked(input).all())
 
+    def _says_where(
+        self, input: Tensor, size: Any, stride: Any, storage_offset: int | None = None
+    ) -> bool:
+        """Whether code says where in a weight's or a buffer's memory a view of it begins."""
+        return storage_offset is not None and self._slots.are_rows(
+            self._slots.level.open(input)[0]
+        )
+
     def _draw(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if kwargs.get("generator") is not None:
             return func(*args, **kwargs)
@@ -243,14 +260,6 @@ class SlotMode(TorchFunctionMode):
         if func in NORMS:
             return self._by_value(func, args, kwargs)
         if func not in LIFTED or _holds_per_slot((), kwargs):
-    def _says_where(
-        self, input: Tensor, size: Any, stride: Any, storage_offset: int | None = None
-    ) -> bool:
-        """Whether code says where in a weight's or a buffer's memory a view of it begins."""
-        return storage_offset is not None and self._slots.are_rows(
-            self._slots.level.open(input)[0]
-        )
-
             return self._slots.each(func, args, kwargs)
         like = next(x for x in args if isinstance(x, Tensor))
         if like.dtype in HALF:
@@ -304,7 +313,7 @@ def _is_mixed(args: Any, kwargs: Any) -> bool:
 
 def _is_about_batching(error: Exception) -> bool:
     text = str(error)
-    return any(word in text for word in ("vmap", "atching rule", "functorch", "BatchedTensor"))
+    return any(word in text for word in ABOUT_BATCHING)
 
 
 def _twins() -> dict[Callable[..., Any], Callable[..., Any]]:
