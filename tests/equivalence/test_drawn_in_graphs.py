@@ -56,6 +56,14 @@ def by_chance(mean, deviation):
     return mean * torch.bernoulli(deviation.detach().clamp(max=1)) + deviation
 
 
+def gated(mean, deviation):
+    return mean * torch.bernoulli(deviation.clamp(max=1)) + deviation
+
+
+def sampled(mean, deviation):
+    return mean + torch.distributions.Normal(mean, deviation).sample()
+
+
 class Diffusion(nn.Module):
     """It draws a time and noise, and is its own loss."""
 
@@ -89,7 +97,10 @@ def recipe(draw):
 RECIPES = {
     **{
         draw.__name__: recipe(draw)
-        for draw in (with_noise, of_a_distribution, with_paths_dropped, chosen, masked, by_chance)
+        for draw in (
+            *(with_noise, of_a_distribution, with_paths_dropped, chosen, masked, by_chance),
+            *(gated, sampled),
+        )
     },
     "diffusion": shoal.Recipe(model=lambda hp: Diffusion().double(), data=data),
 }

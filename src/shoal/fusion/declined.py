@@ -46,7 +46,7 @@ class Draws(Disagreement):
 
 
 class OfMemory(Declined):
-    """Code that goes by where tensors lie, which in an array is elsewhere; slot by slot as well."""
+    """Code that goes by where tensors lie: elsewhere in an array, also slot by slot."""
 
 
 class Untraceable(Declined):

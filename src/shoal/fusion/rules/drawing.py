@@ -82,7 +82,7 @@ def normal(slots: Slots, mean: Any = 0.0, std: Any = 1.0, size: Any = None, **op
     drawn = _asked(slots, size, alone, "normal_", (0.0, 1.0))
     if drawn is NotImplemented:
         return drawn
-    return _without_slope(slots, drawn.mul_(std.detach()).add_(mean.detach()), *pair)
+    return _without_slope(slots, drawn.mul(std.detach()).add(mean.detach()), *pair)
 
 
 def _without_slope(slots: Slots, drawn: Tensor, *inputs: Tensor) -> Tensor:
