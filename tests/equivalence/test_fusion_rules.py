@@ -445,7 +445,7 @@ CASTING = (
     *(torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d),
 )
 """What autocast gives bfloat16."""
-NO_BF16 = ("through numpy", "bilinear", "adds into zeros")
+NO_BF16 = ("through numpy", "bilinear", "adds into zeros", "counts of successes")
 """What is given bfloat16 where it cannot be, alone neither."""
 ONEDNN_LSTMS = ("lstm", "lstm both ways", "wide lstm")
 """Those that autocast gives to oneDNN; torch has a kernel of its own for projections."""
