@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,12 +12,20 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shoal.core.errors import TrialError
 from shoal.core.units import Bytes
 from shoal.device.allocator import allocator_here
 from shoal.kernels.dispatched import run_operation
 from shoal.partition.askers import Askers, AskingForwards
 
 WITHIN = 6  # times the gradients that it makes: more than any in ``askers`` has beside them
+_PLACED = {
+    torch.ops.aten.as_strided.default: 3,
+    torch.ops.aten.as_strided_.default: 3,
+    torch.ops.aten.as_strided_copy.default: 3,
+    torch.ops.aten.as_strided_scatter.default: 4,
+}
+"""Operators that may be told where in memory to begin, by which argument."""
 _FRESH = ("aten::lift_fresh", "aten::lift_fresh_copy")  # how torch.tensor(...) shows itself
 
 
@@ -32,7 +40,8 @@ class AllocationTracker(TorchDispatchMode):
     time are refused as a device refuses them, with ``torch.OutOfMemoryError``: what was made is
     gone with the error. ``resized`` existed before and counts all the same: who owns it gives and
     takes its memory without an operator, as FSDP2 does with gathered parameters. ``as_alone``: a
-    step that counts, of a trial that is no array's, has the bits of one that nobody looks at.
+    step that counts, of a trial that is no array's, has the bits of one that nobody looks at, and
+    raises TrialError where it goes by where in memory its weights are.
     """
 
     def __init__(
@@ -51,6 +60,7 @@ class AllocationTracker(TorchDispatchMode):
         self._allocator = None if device == "cpu" else allocator_here()
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._resized = {s._cdata: (s, 0) for s in resized}
+        self._as_alone = as_alone
         self._askers = Askers(self, self._see_node)
         self._asking = AskingForwards(self._askers) if as_alone else nullcontext()
 
@@ -68,6 +78,8 @@ class AllocationTracker(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         self._askers.prepare()
+        if self._as_alone and func in _PLACED:
+            self._require_own_place(args, _PLACED[func], kwargs or {})
         before = set(self._resized)
         self._follow()
         if func.name() not in _FRESH:
@@ -94,6 +106,20 @@ class AllocationTracker(TorchDispatchMode):
     def restart_peak(self) -> None:
         """Forget the peak so far: from now on it is what is alive, or more."""
         self.peak_bytes, self.scratch_bytes = self.current_bytes, 0
+
+    def _require_own_place(self, args: Sequence[Any], at: int, kwargs: Mapping[str, Any]) -> None:
+        """Alone a weight has a memory of its own, in which it begins at 0."""
+        given = args[at] if len(args) > at else kwargs.get("storage_offset")
+        tensor = args[0]
+        if given in (None, tensor.storage_offset()):
+            return
+        if tensor.untyped_storage()._cdata not in self._alive:
+            raise TrialError(
+                f"as_strided is told where in memory to begin (storage_offset={given}) of a "
+                "weight, a buffer or a batch: here these are parts of a larger memory, and alone "
+                "they are not. Leave it out, and the view begins where the tensor does; to begin "
+                "later, slice the tensor first."
+            )
 
     def _follow(self) -> None:
         """Count what those have now that are resized without an operator."""

@@ -8,6 +8,7 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
+from shoal.core.errors import TrialError
 from shoal.partition.track import AllocationTracker, read_bytes, storages_of
 
 
@@ -24,6 +25,19 @@ def test_views_and_what_was_there_before_are_not_counted():
     assert tracker.current_bytes == 40
     del view
     assert tracker.current_bytes == 0
+
+
+def test_a_view_by_a_place_in_memory_is_refused_of_what_lies_elsewhere_alone():
+    weight = torch.arange(8.0)[2:6]  # a part of a larger memory
+    with AllocationTracker(as_alone=True):
+        assert weight.as_strided((2,), (1,)).tolist() == [2, 3]
+        assert weight.as_strided((2,), (1,), weight.storage_offset()).tolist() == [2, 3]
+        assert (2 * weight).as_strided((2,), (1,), 1).tolist() == [6, 8]
+        for view in (torch.as_strided, torch.as_strided_copy):
+            with pytest.raises(TrialError, match="storage_offset=0"):
+                view(weight, (2,), (1,), storage_offset=0)
+        with pytest.raises(TrialError, match="storage_offset=1"):
+            weight.as_strided_scatter(torch.zeros(2), (2,), (1,), 1)
 
 
 def test_tensors_that_a_trace_makes_for_their_shapes_are_not_counted():
