@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
+from operator import is_
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from shoal.partition.evaluated import may_stand_for
 from shoal.partition.glue import Skeleton, run_epilogue, run_head
 from shoal.partition.owners import AwayGuard, Owners
 from shoal.partition.record import Record
-from shoal.partition.template import Constant, Shape, Template, flatten
+from shoal.partition.template import Constant, Shape, Template, flatten, is_same_constant
 from shoal.partition.unwritten import Unwritten, WeightPlace, weight_places, weights_stay
 from shoal.partition.wires import Touch, Wire, Wires
 from shoal.recipes.recipe import Batch, Output, Recipe, loss_and_output
@@ -361,8 +362,7 @@ class Chain:
         found = list(told.leaves)
         for index, (leaf, wanted) in enumerate(zip(leaves, told.leaves, strict=True)):
             if isinstance(wanted, Constant):
-                if isinstance(leaf, Tensor):
-                    raise self._unlike_pilot(layer, f"output {index} is a tensor")
+                found[index] = self._found_constant(position, index, leaf, wanted)
                 continue
             if not isinstance(leaf, Tensor) or not self._may_be(leaf.dtype, position, index):
                 raise self._unlike_pilot(layer, f"an output is no {wanted.dtype} tensor")
@@ -375,7 +375,25 @@ class Chain:
                     f"blocks was told {wanted.size}",
                 )
             found[index] = _as_found(wanted, leaf)
-        return told if tuple(found) == told.leaves else replace(told, leaves=tuple(found))
+        as_told = all(map(is_, found, told.leaves))
+        return told if as_told else replace(told, leaves=tuple(found))
+
+    def _found_constant(self, position: int, index: int, leaf: Any, wanted: Constant) -> Constant:
+        """What a block returned that is no tensor; behind a section's last block nobody was told.
+
+        Raises:
+            TrialError: it is another one than the forward was told, which may have gone by that.
+        """
+        sections = self.skeleton.sections
+        layer = sections.layer_of(position)
+        if isinstance(leaf, Tensor):
+            raise self._unlike_pilot(layer, f"output {index} is a tensor")
+        if is_same_constant(leaf, wanted.value):
+            return wanted
+        if position + 1 != sections.blocks_of(sections.of_block(position)).stop:
+            words = f"output {index} is {leaf!r:.80}, and was {wanted.value!r:.80}"
+            raise self._unlike_pilot(layer, words)
+        return Constant(leaf)
 
     def _may_rely_on_size(self, micro: Micro, position: int, index: int) -> bool:
         """May the forward have looked at the shape that it was told of a block's output?"""

@@ -46,7 +46,7 @@ from shoal.partition.callsheet import (
 )
 from shoal.partition.handed import Keeper, Keepers, returned_of, run_noting
 from shoal.partition.sections import Sections
-from shoal.partition.template import Shape, Template, flatten, output_template
+from shoal.partition.template import Constant, Shape, Template, flatten, may_vary, output_template
 from shoal.partition.wires import (
     Names,
     OwnCall,
@@ -85,6 +85,12 @@ class Block:
     def watched(self) -> frozenset[int]:
         """The leaves that may turn out unlike the stand-ins that the forward looks at."""
         return self.unsure | self.retyped
+
+    @property
+    def returns_numbers(self) -> bool:
+        """Whether something of its output is known only when it has run, and no tensor."""
+        constants = (leaf.value for leaf in self.output.leaves if isinstance(leaf, Constant))
+        return any(map(may_vary, constants))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module: its output, the pair if there are keepers."""

@@ -416,7 +416,7 @@ class Spy:
                 "the forward draws from Python's or NumPy's random numbers after block "
                 f"{before!r}, and may decide by them which block comes next"
             )
-        if not same_rng(now, self._rng):
+        if not same_rng(now, self._rng) or self.seen.blocks[-1].returns_numbers:
             return True
         touched = (self._sections.position_of(t.wire.layer) for t in self._touch.touched)
         if any(position >= self._start for position in touched):

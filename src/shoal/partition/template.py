@@ -214,6 +214,23 @@ def is_constant(value: Any) -> bool:
     return all(is_constant(getattr(value, part.name)) for part in fields(value))
 
 
+def may_vary(value: Any) -> bool:
+    """May it be another one for another batch: a number, that may be read from a tensor?"""
+    return isinstance(value, (int, float, complex, np.generic, torch.Size, slice, range))
+
+
+def is_same_constant(one: Any, other: Any) -> bool:
+    """Are they equal and of one type? Functions that a forward makes anew are taken to be."""
+    if one is other or (callable(one) and callable(other)):
+        return True
+    if type(one) is not type(other):
+        return False
+    if is_dataclass(one):
+        names = [part.name for part in fields(one)]
+        return all(is_same_constant(getattr(one, n), getattr(other, n)) for n in names)
+    return bool(one == other or (one != one and other != other))
+
+
 def _firsts_among(leaves: Sequence[Any]) -> tuple[int, ...]:
     first: dict[int, int] = {}
     return tuple(

@@ -1,0 +1,107 @@
+"""What a block returns beside tensors is that batch's own, and not what it was in the pilot."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from shoal.core.errors import TrialError
+from shoal.partition.build import build_chain
+from shoal.partition.drive import every_layer, sharded_backward
+from shoal.partition.pilot import pilot
+from shoal.partition.template import is_same_constant
+
+CPU = torch.device("cpu")
+
+
+class Telling(nn.Linear):
+    """Returns something of its output that is no tensor."""
+
+    def __init__(self, told):
+        super().__init__(8, 8)
+        self.told = told
+
+    def forward(self, x, last=0):
+        y = super().forward(x)
+        return y * (1 + sum([last] if isinstance(last, (int, float)) else last)), self.told(y)
+
+
+class Blocks(nn.Module):
+    """Hands what a block tells to the next one, or computes with it, or does neither."""
+
+    def __init__(self, told, body):
+        super().__init__()
+        self.enter, self.leave = nn.Linear(6, 8), nn.Linear(8, 5)
+        self.blocks = nn.ModuleList(Telling(told) for _ in range(4))
+        self.body = body
+
+    def forward(self, x):
+        return self.leave(self.body(self, self.enter(x)))
+
+
+def handed_on(model, x):
+    last = 0
+    for block in model.blocks:
+        x, last = block(x, last)
+    return x
+
+
+def computed_with(model, x):
+    for block in model.blocks:
+        x, told = block(x)
+        x = x * (1 + (told if isinstance(told, (int, float)) else sum(told)))
+    return x
+
+
+TOLD = {
+    "a mean": lambda y: float(y.detach().mean()),
+    "a class": lambda y: int(y.detach().sum(0).argmax()),
+    "a decision": lambda y: bool(y.detach().mean() > 0),
+    "the rows": lambda y: len(y),
+    "the shape": lambda y: y.shape,
+    "how many": lambda y: int((y.detach() > 0).sum()) / 9,
+}
+
+
+@pytest.mark.parametrize("told", TOLD)
+@pytest.mark.parametrize("body", [handed_on, computed_with])
+def test_a_number_of_a_block_is_that_of_its_own_batch(told, body, assert_bitwise):
+    torch.manual_seed(3)
+    batches = [(torch.randn(n, 6), torch.randint(0, 5, (n,))) for n in (4, 4, 3)]
+    assert_bitwise(Blocks(TOLD[told], body), batches)
+
+
+def test_a_pilot_admits_it(make_recipe):
+    model, batch = (
+        Blocks(TOLD["a mean"], handed_on),
+        (torch.randn(4, 6), torch.tensor([0, 1, 2, 3])),
+    )
+    report = pilot(model, make_recipe(model), batch, CPU)
+    assert (report.bitwise, report.notes) == (True, ())
+
+
+def test_words_that_are_others_for_another_batch_are_refused(make_recipe):
+    class Wordy(Blocks):
+        def forward(self, x):
+            word = ""
+            for block in self.blocks:
+                x, word = block(self.enter(x) if not word else x)
+            return self.leave(x)
+
+    model = Wordy(lambda y: "many" if len(y) > 3 else "few", None)
+    many, few = ((torch.randn(n, 6), torch.randint(0, 5, (n,))) for n in (4, 3))
+    chain = build_chain(model, make_recipe(model), many, CPU)
+    sharded_backward(chain, many, every_layer(chain))
+    with pytest.raises(
+        TrialError, match=r"'blocks.0' behaves .* output 1 is 'few', and was 'many'"
+    ):
+        sharded_backward(chain, few, every_layer(chain))
+
+
+def test_constants_are_told_apart_by_type_and_value():
+    same = [(1, 1), (float("nan"), float("nan")), (None, None), (lambda: 1, lambda: 2)]
+    assert all(is_same_constant(*pair) for pair in same)
+    assert not any(
+        is_same_constant(*pair) for pair in [(1, True), (1, 1.0), ("a", "b"), (0, None)]
+    )
