@@ -3,13 +3,20 @@
 The *form* is the structure without the values: names, shapes, strides, plain Python values. It
 seldom changes, and is sent only when it does; so a message is one frame of known size. Where
 frames go from device to device it is two: what lies on the device, and what lies on the host.
+
+A tensor arrives with the strides that it had, as kernels sum in an order of their own for each. Of
+one with gaps between its elements, a chunk of another say, or with elements that are one in
+memory, all from its first to its last byte is sent; once for all such tensors of a storage.
 """
 
 from __future__ import annotations
 
 import io
+import itertools
 import pickle
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -18,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.core.units import round_up
+from shoal.memory.layout import TensorSpec
 from shoal.memory.store import describe, view
 from shoal.rng import RngState
 
@@ -25,7 +33,7 @@ ALIGNMENT = 64
 
 
 class Bundle(NamedTuple):
-    """Tensors that go in one frame, where ``offsets`` say."""
+    """Dense tensors that go in one frame, where ``offsets`` say."""
 
     tensors: tuple[Tensor, ...]
     offsets: tuple[int, ...]
@@ -69,11 +77,11 @@ class Packer:
         buffer = io.BytesIO()
         pickler = _Pickler(buffer, self._names)
         pickler.dump(tree)
-        inside = _bundle(t for t in pickler.tensors if t.device != apart)
-        beside = _bundle(t for t in pickler.tensors if t.device == apart)
-        offsets = {False: iter(inside.offsets), True: iter(beside.offsets)}
+        inside, here = _laid_out([t for t in pickler.tensors if t.device != apart])
+        beside, there = _laid_out([t for t in pickler.tensors if t.device == apart])
+        found = {False: iter(here), True: iter(there)}
         places = [
-            (describe("", tensor), next(offsets[tensor.device == apart]), tensor.device == apart)
+            (*next(found[tensor.device == apart]), tensor.device == apart)
             for tensor in pickler.tensors
         ]
         form = pickle.dumps((buffer.getvalue(), places, beside.num_bytes))
@@ -99,12 +107,53 @@ def apart_bytes(form: bytes) -> int:
     return int(num_bytes)
 
 
-def _bundle(tensors: Iterable[Tensor]) -> Bundle:
-    found, offsets, size = tuple(tensors), [], 0
-    for tensor in found:
-        offsets.append(size)
-        size = round_up(size + tensor.numel() * tensor.element_size(), ALIGNMENT)
-    return Bundle(found, tuple(offsets), size)
+def _laid_out(tensors: Sequence[Tensor]) -> tuple[Bundle, list[tuple[TensorSpec, int]]]:
+    """The memory to be sent, and how and where in it each tensor lies."""
+    specs = [describe("", tensor) for tensor in tensors]
+    spread = [_is_spread(tensor, spec) for tensor, spec in zip(tensors, specs, strict=True)]
+    spans: dict[int, tuple[int, int]] = {}  # of storages: their bytes that are sent as they are
+    for tensor in itertools.compress(tensors, spread):
+        first, last = spans.get(_storage(tensor), (sys.maxsize, 0))
+        start, stop = _span(tensor)
+        spans[_storage(tensor)] = min(first, start // ALIGNMENT * ALIGNMENT), max(last, stop)
+    pieces, offsets, size = list[Tensor](), list[int](), 0
+    sent: dict[int, int] = {}
+    places: list[tuple[TensorSpec, int]] = []
+    for tensor, spec, is_spread in zip(tensors, specs, spread, strict=True):
+        key, at = _storage(tensor), size
+        if not is_spread or key not in sent:
+            sent |= {key: size} if is_spread else {}
+            pieces.append(_memory(tensor, *spans[key]) if is_spread else tensor)
+            offsets.append(size)
+            size = round_up(size + pieces[-1].nbytes, ALIGNMENT)
+        if is_spread:
+            at = sent[key] + _span(tensor)[0] - spans[key][0]
+            spec = replace(spec, stride=tensor.stride())
+        places.append((spec, at))
+    return Bundle(tuple(pieces), tuple(offsets), size), places
+
+
+def _is_spread(tensor: Tensor, dense: TensorSpec) -> bool:
+    """Whether it has other strides than it would have alone in its memory."""
+    is_memory = type(tensor) is Tensor and not (tensor.is_conj() or tensor.is_neg())
+    return is_memory and tensor.numel() > 0 and tensor.stride() != dense.stride
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Its first byte in its storage, and the one behind its last."""
+    first, size = int(tensor.storage_offset()), tensor.element_size()
+    last = first + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return first * size, (last + 1) * size
+
+
+def _memory(tensor: Tensor, start: int, stop: int) -> Tensor:
+    """Bytes of its storage."""
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return flat.set_(tensor.untyped_storage(), start, (stop - start,), (1,))
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no annotations

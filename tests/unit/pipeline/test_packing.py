@@ -39,6 +39,27 @@ def test_values_shapes_types_and_strides_are_kept():
         assert found[name].stride() == tree[name].stride(), name
 
 
+def test_views_with_gaps_arrive_with_their_strides_and_share_what_they_shared():
+    base = torch.randn(2, 1000)
+    tree = {
+        "first": base[:, 3:400],
+        "second": base[:, 500:],
+        "spread": torch.randn(3, 1).expand(3, 50),
+        "windows": torch.randn(40).unfold(0, 8, 3),
+        "bytes": torch.arange(30, dtype=torch.uint8).view(5, 6)[:, 1:4],
+        "conjugate": torch.randn(3, 4, dtype=torch.complex64)[:, :2].conj(),
+    }
+    found = through(tree)
+    for name in tree:
+        assert same_bits(found[name].resolve_conj(), tree[name].resolve_conj()), name
+    for name in tree.keys() - {"conjugate"}:
+        assert found[name].stride() == tree[name].stride(), name
+    first, second = found["first"], found["second"]
+    assert second.data_ptr() - first.data_ptr() == 4 * 497
+    assert Packer().pack(tree).num_bytes < base.nbytes + 1000
+    assert Packer().pack(base.t()[7].expand(10**6, 2)).num_bytes <= 4096 + 64
+
+
 def test_one_tensor_in_two_places_is_sent_once():
     tensor = torch.randn(100)
     assert Packer().pack([tensor, tensor]).num_bytes < 2 * tensor.nbytes
