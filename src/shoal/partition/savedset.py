@@ -14,7 +14,8 @@ asks for it again (``torch.autograd.graph.saved_tensors_hooks``). So what it kee
                                     they lie in memory, and alias each other, as before
     what somebody else holds too    itself: a buffer, the batch, a table that a module keeps.
                                     Moving it would free nothing
-    what is not plain memory        itself: a subclass, sparse, of another device, a few bytes;
+    what is not plain memory        itself: a subclass, sparse, of another device, zeros of
+                                    which no byte is held, a few bytes;
                                     but a parameter of a subclass is found by its name
 
 The shard's own output is a cell although others hold it: the next shard's input is theirs to move.
@@ -202,6 +203,7 @@ class SavedSet:
             and tensor.layout is torch.strided
             and tensor.device == self._device
             and tensor.numel() > 0
+            and not tensor._is_zerotensor()  # zeros without memory, as forward derivatives have
         )
 
     def _name_of(self, tensor: Tensor) -> str | None:

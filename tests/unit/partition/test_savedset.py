@@ -321,3 +321,21 @@ def test_versions_are_compared_of_one_tensor_only():
     gradients = Moved(model, detached).away().gradients()
     model = other
     assert same(gradients, plain(other, detached))
+
+
+class Forwards(nn.Module):
+    """A derivative taken forwards, of which autograd saves zeros that have no memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x):
+        shifted = torch.func.jvp(lambda y: torch.tanh(self.linear(y)), (x,), (torch.ones_like(x),))
+        return shifted[1] + self.linear(x)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch.func.jvp's own
+def test_zeros_without_memory_stay():
+    model = made(Forwards)
+    assert same(Moved(model).away().gradients(), plain(made(Forwards)))
