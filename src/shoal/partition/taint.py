@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.frames import line_now
 from shoal.kernels.dispatched import run_operation
-from shoal.partition.wires import OwnCall, Wire, storage_key, tensors_in
+from shoal.partition.wires import OwnCall, Wire, has_storage, storage_key, tensors_in
 
 _READS = ("aten::_local_scalar_dense", "aten::item", "aten::equal", "aten::is_nonzero")
 
@@ -129,7 +129,7 @@ class Taint(TorchDispatchMode):
 
     def _spread(self, tensor: Tensor, sources: Sources) -> None:
         """Also for other views of the memory, which only it tells apart from another's."""
-        if tensor.layout is not torch.strided:
+        if not has_storage(tensor):
             return
         key, storage = storage_key(tensor), tensor.untyped_storage()
         if key not in self._storages:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils import _pytree as pytree
 
@@ -231,8 +232,13 @@ def tensors_in(tree: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
+def has_storage(tensor: Tensor) -> bool:
+    """Whether it can be asked for its memory: not what is inside of a ``torch.vmap``, say."""
+    return tensor.layout is torch.strided and not is_functorch_wrapped_tensor(tensor)
+
+
 def storage_key(tensor: Tensor) -> int:
     """Equal for two living tensors when they share memory."""
-    if tensor.layout is not torch.strided:
+    if not has_storage(tensor):
         return id(tensor)
     return int(tensor.untyped_storage()._cdata)

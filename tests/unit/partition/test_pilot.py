@@ -794,3 +794,27 @@ def test_what_a_pilot_computed_waits_for_no_collector(make_recipe):
         assert [ref() for ref in model.computed] == [None] * len(model.computed)
     finally:
         gc.enable()
+
+
+class Ensemble(nn.Module):
+    """Runs what is in its first two blocks at once by torch.vmap, and then two more."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6)) for _ in range(4))
+
+    def forward(self, x):
+        one, other = self.blocks[0][0], self.blocks[1][0]
+        stacked, _ = torch.func.stack_module_state([one, other])
+        call = torch.func.functional_call
+        each = torch.vmap(lambda weights: call(one, weights, (x,)))(stacked)
+        return self.blocks[3](self.blocks[2](each.mean(0)))
+
+
+def test_blocks_that_a_forward_maps_over_are_left_out_of_the_chain(make_recipe):
+    model, batch = Ensemble(), (torch.randn(4, 6), torch.randint(0, 5, (4,)))
+
+    report = pilot(model, make_recipe(model), batch, CPU)
+
+    assert report.bitwise
+    assert report.chain.layer_names[1:-1] == ("blocks.2", "blocks.3")
