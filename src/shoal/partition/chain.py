@@ -27,7 +27,7 @@ from shoal.partition.owners import AwayGuard, Owners
 from shoal.partition.record import Record
 from shoal.partition.template import Constant, Shape, Template, flatten, is_same_constant
 from shoal.partition.unwritten import Unwritten, WeightPlace, weight_places, weights_stay
-from shoal.partition.wires import Touch, Wire, Wires
+from shoal.partition.wires import Touch, Wire, Wires, storage_key
 from shoal.recipes.recipe import Batch, Output, Recipe, loss_and_output
 
 
@@ -338,9 +338,11 @@ class Chain:
         template = self._found_output(micro, position, leaves, spec)
         if template is not sheet.output(position):
             micro.sheet = sheet.with_output(position, template)
+        changing = {storage_key(self.model.get_buffer(n)) for n in self.changing_buffers(layer)}
         for wire, leaf in zip(leaf_wires(layer, template), leaves, strict=True):
             if isinstance(leaf, Tensor) and wire in sheet.last_reader:
                 copies = id(leaf) in handed and wire in self.record.cloned  # passed over this time
+                copies |= bool(changing) and storage_key(leaf) in changing
                 alive[wire] = leaf.clone() if copies else leaf
 
     def _found_output(

@@ -63,6 +63,7 @@ def make_record(model: nn.Module, seen: Seen) -> Record:
     _require_blind(seen)
     sections = Sections(last, seen.joints)
     sheet = _sheet(sections, seen)
+    _require_no_changing_buffer(model, sections, seen, sheet)
     return Record(
         blocks=tuple(seen.blocks),
         sheet=sheet,
@@ -114,6 +115,24 @@ def _require_blind(seen: Seen) -> None:
             raise NotCuttable(
                 f"the forward looks at a random number before block "
                 f"{seen.blocks[position].name!r}, and may skip blocks by it, as layerdrop does"
+            )
+
+
+def _require_no_changing_buffer(
+    model: nn.Module, sections: Sections, seen: Seen, sheet: CallSheet
+) -> None:
+    """Raise NotCuttable if the forward itself hands on the memory of a buffer that changes.
+
+    Where it is run again, and where shards take turns, that has other values than at first.
+    """
+    names = {storage_key(model.get_buffer(name)): name for name in seen.buffers}
+    for wire in sheet.last_reader if names else ():
+        name = names.get(storage_key(seen.made[wire]))
+        if name is not None and sections.headed_by(wire.layer) is not None:
+            raise NotCuttable(
+                f"its forward hands the buffer {name!r}, which changes in each forward, from one "
+                "layer to another, and where one runs again the buffer has changed again. Where "
+                "the block that it is in runs before the others, have it return the buffer"
             )
 
 

@@ -226,6 +226,33 @@ class Overwriting(nn.Module):
         return self.layer(x) + memory
 
 
+class Averager(nn.Module):
+    """Adds an average that it is given, and keeps its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("average", torch.zeros(8))
+
+    def forward(self, x, average):
+        y = self.layer(x) + average
+        if self.training:
+            self.average.mul_(0.9).add_(y.detach().mean(0))
+        return y
+
+
+class Neighbours(Blocks):
+    """Each block is given the buffer of the one before, the first one that of the last."""
+
+    def block(self):
+        return Averager()
+
+    def body(self, x):
+        for at, block in enumerate(self.blocks):
+            x = block(x, self.blocks[at - 1].average)
+        return x
+
+
 class SharedScratch(Blocks):
     def block(self):
         return Overwriting()
@@ -381,6 +408,7 @@ REFUSALS = {
     Logging: r"block 'blocks.0' changes its argument",
     Remembering: r"argument 'diary' of block 'blocks.0' is a Diary, which a block may change",
     Frozen: r"block 'blocks.0' within torch.no_grad .* fewer than two blocks are called otherwise",
+    Neighbours: r"hands the buffer 'blocks.3.average', which changes in each forward, from",
     SharedScratch: r"'blocks.0' changes a tensor in place that later blocks read",
     Resumed: r"its blocks are given a Cache that is not empty",
     Massive: r"no nn.ModuleList or nn.Sequential with two or more children.*most of it is in one",

@@ -14,6 +14,7 @@ from shoal.partition.build import build_chain
 from shoal.partition.discover import NotCuttable
 from shoal.partition.drive import every_layer, sharded_backward
 from shoal.partition.template import flatten, leaf_paths
+from shoal.partition.units import run_forward
 
 CPU = torch.device("cpu")
 
@@ -174,3 +175,40 @@ def test_a_dataclass_is_opened_and_made_again_without_its_init():
     assert [str(key) for key in leaf_paths(tree)[0]] == ["[0]", "[0]", ".hidden"]
     tree[0][0].diary = 1  # it has more than its fields
     assert len(flatten(tree)[0]) == 2
+
+
+class Remembering(nn.Module):
+    """Returns a buffer that it changes, as it is."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("average", torch.zeros(8))
+
+    def forward(self, x, average=0):
+        y = self.layer(x) + average
+        self.average.mul_(0.9).add_(y.detach().mean(0))
+        return y, self.average
+
+
+class Remembered(Blocks):
+    def __init__(self):
+        super().__init__(Remembering)
+
+    def body(self, x):
+        average = 0
+        for block in self.blocks:
+            x, average = block(x, average)
+        return x + average
+
+
+def test_a_buffer_that_a_block_returns_is_as_it_was_for_that_batch(make_recipe):
+    """Where all batches of a step pass a shard before the next one is there."""
+    torch.manual_seed(3)
+    model, batches = Remembered(), [(torch.randn(4, 6), torch.zeros(4).long()) for _ in range(2)]
+    chain = build_chain(model, make_recipe(model), batches[0], CPU)
+    first, second = chain.begin(batches[0]), chain.begin(batches[1])
+    made = run_forward(chain, first, 0, 2, {})
+    before = {wire: tensor.clone() for wire, tensor in made.items()}
+    run_forward(chain, second, 0, 2, {})
+    assert all(torch.equal(tensor, before[wire]) for wire, tensor in made.items())
