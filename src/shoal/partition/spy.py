@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 from shoal.partition.callsheet import (
@@ -147,7 +148,8 @@ class Spy:
             self._ambient = self._mode()
             loss, output = loss_and_output(recipe, self._model, batch)
             if self._elsewhere:
-                how = "calls block {} within torch.no_grad or an autocast of its own"
+                how = "calls block {} within torch.no_grad or parametrize.cached(), or an "
+                how += "autocast of its own"
                 raise CalledApart(self._elsewhere, how)
             with self._aside():
                 self._end_gap()
@@ -163,7 +165,8 @@ class Spy:
     def _mode(self) -> tuple[Any, ...]:
         kind = self._device.type
         cast = torch.is_autocast_enabled(kind)
-        return torch.is_grad_enabled(), cast, torch.get_autocast_dtype(kind) if cast else None
+        autocast_to = torch.get_autocast_dtype(kind) if cast else None
+        return torch.is_grad_enabled(), cast, autocast_to, bool(parametrize._cache_enabled)
 
     @contextmanager
     def _aside(self) -> Iterator[None]:

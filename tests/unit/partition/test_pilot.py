@@ -12,6 +12,7 @@ import torch
 import transformers as hf
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 
 from shoal.partition.pilot import pilot
 
@@ -226,6 +227,21 @@ class Overwriting(nn.Module):
         return self.layer(x) + memory
 
 
+class Parametrized(Blocks):
+    """Computes weights once for all that reads them, where gradients add up before they go on."""
+
+    def block(self):
+        layer = nn.Linear(8, 8)
+        parametrize.register_parametrization(layer, "weight", nn.Tanh())
+        return layer
+
+    def body(self, x):
+        with parametrize.cached():
+            for block in self.blocks:
+                x = block(x) + block.weight.sum()
+        return x
+
+
 class Averager(nn.Module):
     """Adds an average that it is given, and keeps its own."""
 
@@ -408,6 +424,7 @@ REFUSALS = {
     Logging: r"block 'blocks.0' changes its argument",
     Remembering: r"argument 'diary' of block 'blocks.0' is a Diary, which a block may change",
     Frozen: r"block 'blocks.0' within torch.no_grad .* fewer than two blocks are called otherwise",
+    Parametrized: r"'blocks.0' within torch.no_grad or parametrize.cached\(\), or an autocast of",
     Neighbours: r"hands the buffer 'blocks.3.average', which changes in each forward, from",
     SharedScratch: r"'blocks.0' changes a tensor in place that later blocks read",
     Resumed: r"its blocks are given a Cache that is not empty",
