@@ -200,6 +200,7 @@ def is_leaf(node: Any) -> bool:
     if kind is _Record:
         return False
     is_named_tuple = isinstance(node, tuple) and hasattr(node, "_fields")
+    is_named_tuple |= kind.__module__ == "torch.return_types"  # of torch.max(x, 1), say
     is_model_output = isinstance(node, OrderedDict) and kind in pytree.SUPPORTED_NODES
     return not (is_named_tuple or is_model_output)
 

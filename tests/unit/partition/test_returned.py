@@ -177,6 +177,34 @@ def test_a_dataclass_is_opened_and_made_again_without_its_init():
     assert len(flatten(tree)[0]) == 2
 
 
+class Sorting(nn.Linear):
+    def __init__(self):
+        super().__init__(8, 8)
+
+    def forward(self, x, best=None):
+        y = super().forward(x)
+        return torch.sort(y if best is None else y + best.values[:, None], dim=-1)
+
+
+class Sorted(Blocks):
+    """What torch returns by several names goes from block to block."""
+
+    def __init__(self):
+        super().__init__(Sorting)
+
+    def body(self, x):
+        best = None
+        for block in self.blocks:
+            found = block(x, best)
+            x, best = found.values + found.indices, found.values.max(dim=-1)
+        return x
+
+
+def test_what_torch_returns_by_names_crosses_a_cut(assert_bitwise):
+    batches = [(torch.randn(n, 6), torch.randint(0, 5, (n,))) for n in (4, 3)]
+    assert_bitwise(Sorted(), batches)
+
+
 class Remembering(nn.Module):
     """Returns a buffer that it changes, as it is."""
 
