@@ -390,12 +390,12 @@ class Chain:
         layer = sections.layer_of(position)
         if isinstance(leaf, Tensor):
             raise self._unlike_pilot(layer, f"output {index} is a tensor")
+        if position + 1 == sections.blocks_of(sections.of_block(position)).stop:
+            return wanted if leaf is wanted.value else Constant(leaf)
         if is_same_constant(leaf, wanted.value):
             return wanted
-        if position + 1 != sections.blocks_of(sections.of_block(position)).stop:
-            words = f"output {index} is {leaf!r:.80}, and was {wanted.value!r:.80}"
-            raise self._unlike_pilot(layer, words)
-        return Constant(leaf)
+        words = f"output {index} is {leaf!r:.80}, and was {wanted.value!r:.80}"
+        raise self._unlike_pilot(layer, words)
 
     def _may_rely_on_size(self, micro: Micro, position: int, index: int) -> bool:
         """May the forward have looked at the shape that it was told of a block's output?"""

@@ -44,7 +44,7 @@ from shoal.partition.callsheet import (
     module_wire,
     own_among,
 )
-from shoal.partition.handed import Keeper, Keepers, returned_of, run_noting
+from shoal.partition.handed import Given, Keeper, Keepers, returned_of, run_noting
 from shoal.partition.sections import Sections
 from shoal.partition.template import Constant, Shape, Template, flatten, may_vary, output_template
 from shoal.partition.wires import (
@@ -89,8 +89,8 @@ class Block:
     @property
     def returns_numbers(self) -> bool:
         """Whether something of its output is known only when it has run, and no tensor."""
-        constants = (leaf.value for leaf in self.output.leaves if isinstance(leaf, Constant))
-        return any(map(may_vary, constants))
+        constants = [leaf.value for leaf in self.output.leaves if isinstance(leaf, Constant)]
+        return any(may_vary(value) for value in constants if not isinstance(value, Given))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module: its output, the pair if there are keepers."""

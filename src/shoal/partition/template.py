@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -216,16 +217,29 @@ def is_constant(value: Any) -> bool:
 
 
 def may_vary(value: Any) -> bool:
-    """May it be another one for another batch: a number, that may be read from a tensor?"""
-    return isinstance(value, (int, float, complex, np.generic, torch.Size, slice, range))
+    """May it be another one for another batch: a number, or a function that holds something?"""
+    if isinstance(value, (int, float, complex, np.generic, torch.Size, slice, range)):
+        return True
+    if is_dataclass(value) and not isinstance(value, type):
+        return any(may_vary(getattr(value, part.name)) for part in fields(value))
+    return callable(value) and _holds_something(value)
+
+
+def _holds_something(function: Any) -> bool:
+    """A closure does, a method, or an object that can be called; what modules hold is theirs."""
+    if isinstance(function, types.FunctionType):
+        return bool(function.__closure__ or function.__defaults__ or function.__kwdefaults__)
+    if isinstance(function, types.MethodType | types.BuiltinFunctionType):
+        return not isinstance(function.__self__, type | types.ModuleType | nn.Module | None)
+    return not isinstance(function, type | nn.Module)
 
 
 def is_same_constant(one: Any, other: Any) -> bool:
-    """Are they equal and of one type? Functions that a forward makes anew are taken to be."""
-    if one is other or (callable(one) and callable(other)):
-        return True
-    if type(one) is not type(other):
-        return False
+    """Are they equal and of one type? Functions are that come from the same code."""
+    if one is other or type(one) is not type(other):
+        return one is other
+    if isinstance(one, types.FunctionType):
+        return one.__code__ is other.__code__
     if is_dataclass(one):
         names = [part.name for part in fields(one)]
         return all(is_same_constant(getattr(one, n), getattr(other, n)) for n in names)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import itertools
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -10,9 +15,15 @@ from shoal.core.errors import TrialError
 from shoal.partition.build import build_chain
 from shoal.partition.drive import every_layer, sharded_backward
 from shoal.partition.pilot import pilot
-from shoal.partition.template import is_same_constant
+from shoal.partition.template import is_same_constant, may_vary
 
 CPU = torch.device("cpu")
+
+
+@dataclasses.dataclass(frozen=True)
+class Told:
+    rows: int
+    scale: object
 
 
 class Telling(nn.Linear):
@@ -24,7 +35,16 @@ class Telling(nn.Linear):
 
     def forward(self, x, last=0):
         y = super().forward(x)
-        return y * (1 + sum([last] if isinstance(last, (int, float)) else last)), self.told(y)
+        return scaled(y, last), self.told(y)
+
+
+def scaled(y, told):
+    """``y`` times what was told of another one."""
+    if isinstance(told, Told):
+        return scaled(scaled(y, told.rows), told.scale)
+    if callable(told):
+        return told(y)
+    return y * (1 + sum([told] if isinstance(told, (int, float)) else told))
 
 
 class Blocks(nn.Module):
@@ -50,8 +70,12 @@ def handed_on(model, x):
 def computed_with(model, x):
     for block in model.blocks:
         x, told = block(x)
-        x = x * (1 + (told if isinstance(told, (int, float)) else sum(told)))
+        x = scaled(x, told)
     return x
+
+
+def scaling_by(mean):
+    return lambda z: z * mean
 
 
 TOLD = {
@@ -61,11 +85,16 @@ TOLD = {
     "the rows": lambda y: len(y),
     "the shape": lambda y: y.shape,
     "how many": lambda y: int((y.detach() > 0).sum()) / 9,
+    "a closure": lambda y: scaling_by(y.detach().mean()),
+    "a part": lambda y: functools.partial(torch.mul, y.detach().mean()),
+    "a method": lambda y: y.detach().mean().mul,
+    "a record": lambda y: Told(len(y), functools.partial(torch.mul, y.detach().mean())),
 }
 
 
-@pytest.mark.parametrize("told", TOLD)
-@pytest.mark.parametrize("body", [handed_on, computed_with])
+@pytest.mark.parametrize(
+    ("told", "body"), list(zip(TOLD, itertools.cycle([handed_on, computed_with]), strict=False))
+)
 def test_a_number_of_a_block_is_that_of_its_own_batch(told, body, assert_bitwise):
     torch.manual_seed(3)
     batches = [(torch.randn(n, 6), torch.randint(0, 5, (n,))) for n in (4, 4, 3)]
@@ -100,8 +129,13 @@ def test_words_that_are_others_for_another_batch_are_refused(make_recipe):
 
 
 def test_constants_are_told_apart_by_type_and_value():
-    same = [(1, 1), (float("nan"), float("nan")), (None, None), (lambda: 1, lambda: 2)]
+    made = [lambda: 1 for _ in range(2)]
+    same = [(1, 1), (float("nan"), float("nan")), (None, None), made, (len, len), (Told, Told)]
     assert all(is_same_constant(*pair) for pair in same)
-    assert not any(
-        is_same_constant(*pair) for pair in [(1, True), (1, 1.0), ("a", "b"), (0, None)]
-    )
+    others = [(1, True), (1, 1.0), ("a", "b"), (0, None), (len, sum), (lambda: 1, lambda: 2)]
+    assert not any(is_same_constant(*pair) for pair in others)
+
+
+def test_functions_and_classes_that_hold_nothing_are_known_beforehand():
+    known = [torch.relu, torch.mul, math.sin, nn.functional.gelu, nn.Linear, nn.ReLU(), "word"]
+    assert not any(map(may_vary, [*known, nn.ReLU().forward, torch.float32, None, Told]))
