@@ -205,9 +205,12 @@ def _parts(tree: Any) -> Iterable[Any] | None:
 
 
 def storages_of(tensor: Tensor) -> list[torch.UntypedStorage]:
-    """The memory of a tensor; of a sparse one that of its indices and values."""
+    """The memory of a tensor; of a sparse one that of its indices and values.
+
+    Zeros that stand for a forward derivative have a storage that holds nothing.
+    """
     if tensor.layout is torch.strided:
-        return [tensor.untyped_storage()]
+        return [] if tensor._is_zerotensor() else [tensor.untyped_storage()]
     if tensor.layout is not torch.sparse_coo:
         return []
     return [part.untyped_storage() for part in (tensor._indices(), tensor._values())]

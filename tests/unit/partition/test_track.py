@@ -242,3 +242,13 @@ def test_what_is_resized_without_an_operator_is_counted_by_its_size():
     assert tracker.current_bytes == fresh.nbytes == 80
     assert tracker.peak_bytes == 400
     assert view.numel() == 100
+
+
+def test_zeros_that_no_memory_holds_are_not_counted():
+    with AllocationTracker() as tracker:
+        zeros = torch._efficientzerotensor((1000,))
+        kept = zeros.view(10, 100)
+
+    assert tracker.alive() == []
+    assert storages_of(kept) == []
+    assert tracker.current_bytes == 0
