@@ -163,6 +163,7 @@ def _build(source: _Source, candidate: Candidate) -> Chain:
         keepers=record.keepers,
         glue_free=glue_free,
         draws=record.draws,
+        graph_kernels=record.by_gradients,
     )
     chain = Chain(skeleton=skeleton, record=record, owners=Owners((), (), ()))
     try:

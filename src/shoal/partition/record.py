@@ -39,6 +39,7 @@ class Record:
     changing_buffers: Mapping[int, tuple[str, ...]]  # layer -> names
     recomputes: bool
     draws: bool  # random numbers, outside of all modules
+    by_gradients: bool  # whether operators ran whose bits may depend on them
     trained: tuple[bool, ...]  # requires_grad of every parameter
     written: frozenset[str]  # parameters that the forward itself writes to
     made: Wires
@@ -90,6 +91,7 @@ def make_record(model: nn.Module, seen: Seen) -> Record:
             if isinstance(source, Derived)
         ),
         draws=seen.draws,
+        by_gradients=seen.by_gradients,
         trained=tuple(parameter.requires_grad for parameter in model.parameters()),
         written=seen.written,
         made={wire: seen.made[wire].detach() for wire in sheet.last_reader},

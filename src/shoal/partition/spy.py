@@ -80,6 +80,7 @@ class Seen:
     buffers: frozenset[str] = frozenset()  # that it changed
     written: frozenset[str] = frozenset()  # parameters that it wrote to itself
     draws: bool = False  # random numbers, outside of all modules
+    by_gradients: bool = False  # operators whose bits may depend on them
 
 
 class Spy:
@@ -488,6 +489,7 @@ class Spy:
             how = "runs what is in block {} without calling it (block.forward(x) is no call)"
             raise CalledApart(entered, how)
         self._find_written()
+        self.seen.by_gradients = self._taint.by_gradients
         self.seen.buffers = frozenset(self._buffers.changed())
         if self._buffers.added():
             names = ", ".join(sorted(self._buffers.added()))

@@ -15,6 +15,8 @@ from shoal.frames import line_now
 from shoal.kernels.dispatched import run_operation
 from shoal.partition.wires import OwnCall, Wire, has_storage, storage_key, tensors_in
 
+_BY_GRADIENTS = ("aten::_linalg_eigh", "aten::_linalg_svd")
+"""Of values alone they are another kernel where no gradient is asked for, and no mode is on."""
 _READS = ("aten::_local_scalar_dense", "aten::item", "aten::equal", "aten::is_nonzero")
 
 
@@ -64,7 +66,8 @@ class Taint(TorchDispatchMode):
     its source from then on, and the blocks it goes back to. ``read`` and ``looked_at`` are
     the sources of what the operators read and of what reached Python, since they were last
     taken, ``line`` where a block's output first did so; nothing is noted while ``paused``, as
-    inside blocks. ``position`` is the next block's. Nothing is kept alive.
+    inside blocks. ``position`` is the next block's. ``by_gradients``: an operator ran, in blocks
+    or elsewhere, whose bits without gradients no mode sees. Nothing is kept alive.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -74,6 +77,7 @@ class Taint(TorchDispatchMode):
         self.read: set[Source] = set()
         self.looked_at: set[Source] = set()
         self.line = ""
+        self.by_gradients = False
         self._exactly: dict[int, _Known] = {}
         self._by_storage: dict[int, Sources] = {}
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -105,6 +109,7 @@ class Taint(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        self.by_gradients = self.by_gradients or func.name() in _BY_GRADIENTS
         if self.paused:
             return run_operation(func, args, kwargs)
         sources = self.of_all(tensors_in((args, kwargs)))

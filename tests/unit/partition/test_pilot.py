@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
+from shoal.partition.drive import every_layer, sharded_backward
 from shoal.partition.pilot import pilot
 
 CPU = torch.device("cpu")
@@ -863,3 +864,29 @@ def test_blocks_that_a_forward_maps_over_are_left_out_of_the_chain(make_recipe):
 
     assert report.bitwise
     assert report.chain.layer_names[1:-1] == ("blocks.2", "blocks.3")
+
+
+class Spectral(nn.Linear):
+    """Has a few eigenvalues: torch has one kernel for them alone, and one for a derivative."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y * torch.linalg.eigvalsh(y.T @ y)
+
+
+def test_eigenvalues_are_computed_as_for_their_derivative_where_they_are_computed_again(
+    make_recipe,
+):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Spectral(6, 6) for _ in range(4)))
+    batch = torch.randn(4, 6), torch.randint(0, 5, (4,))
+    report = pilot(model, make_recipe(model), batch, CPU)
+    chain = report.chain
+    assert report.bitwise
+    loss = sharded_backward(chain, batch, every_layer(chain))
+    found = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    plain = F.cross_entropy(model(batch[0]), batch[1])
+    plain.backward()
+    assert torch.equal(plain, loss)
+    assert all(map(torch.equal, found, [p.grad for p in model.parameters()]))
