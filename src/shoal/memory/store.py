@@ -288,11 +288,16 @@ def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two tensors are equal in type, shape and every bit (NaN payloads and signs too)."""
     if first.dtype != second.dtype or first.shape != second.shape:
         return False
-    return torch.equal(_bytes(first), _bytes(second))
+    return torch.equal(bytes_of(first.cpu()), bytes_of(second.cpu()))
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The numbers as bytes: a view, where they lie in order.
+
+    One number may have any stride, a slice of a vector has that of the slice.
+    """
+    flat = tensor.detach().contiguous().reshape(-1)
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
 
 
 def _file_of(descriptor: int) -> tuple[int, int]:

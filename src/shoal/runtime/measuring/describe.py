@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
@@ -273,11 +274,15 @@ def _scalars_of(module: nn.Module) -> dict[str, Any]:
 def _kind_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """What of a param group's options decides which state and scratch a step needs."""
     values = {"params", "lr", "initial_lr", "betas", "eps"}
-    return {
-        key: value if value is None or isinstance(value, bool | str) else bool(value)
-        for key, value in group.items()
-        if key not in values
-    }
+    return {key: _matter_of(value) for key, value in group.items() if key not in values}
+
+
+def _matter_of(value: Any) -> Any:
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, Tensor | np.ndarray) and value.ndim:
+        return _shape_of(value)
+    return bool(value)
 
 
 def _shape_of(value: Any) -> Any:

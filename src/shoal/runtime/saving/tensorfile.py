@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from shoal.core.errors import StorageError, TrialError
+from shoal.memory.store import bytes_of
 from shoal.storage.generations import Generation
 
 _NAMES = {
@@ -91,4 +92,4 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor."""
     if not tensor.numel():
         return memoryview(b"")
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    return bytes_of(tensor).numpy().data

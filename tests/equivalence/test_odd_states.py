@@ -1,0 +1,21 @@
+"""Optimizers that let go of their state, or keep it where torch's own have none."""
+
+from __future__ import annotations
+
+import keeping
+import pytest
+
+import shoal
+
+
+IN_SHARDS = {place: shoal.Spilled(shards=3, optimizer=place) for place in ("host", "device")}
+
+
+def kinds(*chosen):
+    return shoal.grid(kind=[kind.__name__ for kind in chosen], lr=[0.01])
+
+
+def test_options_may_be_tensors_and_state_may_be_a_slice(run_study, assert_alone):
+    recipe = keeping.recipe()
+    report = run_study(recipe, kinds(keeping.Wide, keeping.Sliced), steps=3, technique="resident")
+    assert_alone(report, report.trials, recipe, steps=3)
