@@ -6,7 +6,7 @@ import keeping
 import pytest
 
 import shoal
-
+from shoal.core.errors import PlanError
 
 IN_SHARDS = {place: shoal.Spilled(shards=3, optimizer=place) for place in ("host", "device")}
 
@@ -19,3 +19,17 @@ def test_options_may_be_tensors_and_state_may_be_a_slice(run_study, assert_alone
     recipe = keeping.recipe()
     report = run_study(recipe, kinds(keeping.Wide, keeping.Sliced), steps=3, technique="resident")
     assert_alone(report, report.trials, recipe, steps=3)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "space", "why"),
+    [
+        (keeping.make, kinds(keeping.Alone), "couples parameters across layers"),
+        (keeping.clipping_hook, {"lr": 0.01}, "'clipping_hook.<locals>.clip', couples"),
+    ],
+)
+def test_what_would_be_done_once_for_each_shard_is_no_part_of_one(
+    optimizer, space, why, run_study
+):
+    with pytest.raises(PlanError, match=why):
+        run_study(keeping.recipe(optimizer), space, steps=3, technique=IN_SHARDS["host"])

@@ -87,6 +87,25 @@ def shrunk(parameters, lr):
     return optimizer
 
 
+def clipped(parameters, lr):
+    """A hook that finds the gradients of all, where they are there."""
+    optimizer = torch.optim.SGD(parameters, lr=lr)
+
+    def to_one_norm(*_):
+        nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.1)
+
+    optimizer.register_step_pre_hook(to_one_norm)
+    return optimizer
+
+
+class LaterCounts(torch.optim.SGD):
+    """Counts in a state of no parameter, for later."""
+
+    def step(self, closure=None):
+        self.state["count"] = self.state["count"] + 1 if "count" in self.state else 1
+        return super().step(closure)
+
+
 def coupling(kind):
     recipe = Recipe(
         model=lambda hp: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)),
@@ -114,7 +133,9 @@ def test_one_that_needs_all_of_a_layer_steps_layers_apart(kind):
         (Counts, "keeps 'calls'"),
         (CountsInGroups, "changes 'count'"),
         (LooksAhead, "optimizer LooksAhead cannot step the parameters of a shard by themselves"),
-        (shrunk, "SGD, with the step hook 'shrunk.<locals>.to_one_norm', couples"),
+        (shrunk, "SGD, with the step hook 'shrunk.<locals>.to_one_norm', cannot step the"),
+        (clipped, "SGD, with the step hook 'clipped.<locals>.to_one_norm', couples"),
+        (LaterCounts, "changes 'count' of its state at each step"),
     ],
 )
 def test_one_that_needs_all_of_the_model_says_why(kind, word):

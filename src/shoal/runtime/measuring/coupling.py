@@ -5,16 +5,20 @@ Both are tried on a model of the trial's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
 from shoal.core.spec import HyperParameters, TrialSpec
 from shoal.core.units import Bytes
 from shoal.fusion.passes.fused import first_line
 from shoal.kernels.kernelstep import steps_as_its_class
+from shoal.kernels.poison import Poison
 from shoal.memory.layout import TrialLayout
 from shoal.partition.track import peak_of
 from shoal.partition.visitors import parameters_on
@@ -46,6 +50,7 @@ class _Stepped(NamedTuple):
     kept: str  # what a step left beside the optimizer's state
     kind: str  # of optimizer
     groups: list[dict[str, Any]]  # as the steps left their options
+    state: dict[str, Any]  # what they left that is of no parameter
 
 
 def coupling_of(
@@ -96,8 +101,8 @@ def coupling_of(
         )
     if option := _changed(together, by_layer):
         return Coupling(
-            f"the optimizer {by_layer.kind} changes {option!r} of its groups at each step, and "
-            "each shard would change it once more",
+            f"the optimizer {by_layer.kind} changes {option} at each step, and each shard would "
+            "change it once more",
             by_tensor=False,
         )
     del by_layer
@@ -123,13 +128,38 @@ def _stepped(recipe: Recipe, trial: TrialSpec, parts: Parts) -> _Stepped:
     for round_ in range(ROUNDS):
         fill_gradients(model.parameters(), round_)
         for index in reversed(range(len(parts))):  # as a backward comes by
-            binding.step_part(index)
+            with _alone(binding.params, parts[index]):
+                binding.step_part(index)
     return _Stepped(
         dict(model.named_parameters()),
         binding.kept_beside(),
         _in_words(optimizer),
         binding.groups(),
+        _of_no_parameter(optimizer),
     )
+
+
+@contextmanager
+def _alone(params: Mapping[str, nn.Parameter], names: Sequence[str]) -> Iterator[None]:
+    """With the parameters of one part there, and of the others neither values nor gradients.
+
+    Code that finds these all the same, as a hook does that has the optimizer from its closure,
+    finds what it does in a trial.
+    """
+    poison, others = Poison(), {n: p for n, p in params.items() if n not in frozenset(names)}
+    kept = {name: (p.data, p.grad) for name, p in others.items()}
+    try:
+        for parameter in others.values():
+            parameter.grad, parameter.data = None, poison.like(parameter)
+        yield
+    finally:
+        for name, parameter in others.items():
+            parameter.data, parameter.grad = kept[name]
+
+
+def _of_no_parameter(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    states: list[Mapping[Any, Any]] = [member.state for member in members_of(optimizer)]
+    return {key: value for one in states for key, value in one.items() if isinstance(key, str)}
 
 
 def _in_words(optimizer: torch.optim.Optimizer) -> str:
@@ -165,7 +195,7 @@ def step_peaks(
             rounds = [peak_of(lambda i=index: binding.step_part(i)) for _ in range(3)]  # type: ignore[misc]
             peaks.append(max(rounds))
         for name in names:  # it would be beside the next one's
-            binding.optimizer.state.get(model.get_parameter(name), {}).clear()
+            binding.optimizer.state.pop(model.get_parameter(name), None)
     return peaks
 
 
@@ -200,15 +230,21 @@ def _binding(
 
 
 def _changed(one: _Stepped, other: _Stepped) -> str:
-    """An option of a group that steps left otherwise."""
-    for mine, theirs in zip(one.groups, other.groups, strict=True):
+    """An option of a group, or a part of the state, that steps left otherwise."""
+    pairs = [(*groups, "groups") for groups in zip(one.groups, other.groups, strict=True)]
+    for mine, theirs, where in (*pairs, (one.state, other.state, "state")):
         for key, value in mine.items():
             if not _same(value, theirs.get(key)):
-                return key
+                return f"{key!r} of its {where}"
     return ""
 
 
 def _same(one: Any, other: Any) -> bool:
+    (mine, kind), (theirs, other_kind) = tree_flatten(one), tree_flatten(other)
+    return bool(kind == other_kind) and all(map(_equal, mine, theirs))
+
+
+def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return torch.equal(one, other)
-    return bool(one == other)
+    return bool(np.all(one == other))
