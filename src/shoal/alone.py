@@ -417,7 +417,10 @@ def borrowed_process(threads: int, device: torch.device) -> Iterator[None]:
 def optimizer_state(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
 ) -> dict[str, Any]:
-    """State and param groups by parameter name; tensors are shared, on the CPU if they can be."""
+    """State and param groups by parameter name; tensors are shared, on the CPU if they can be.
+
+    What is kept for no parameter, or empty, is left out, as it is of what is saved.
+    """
     names = {id(parameter): name for name, parameter in parameters.items()}
     state = {
         names[id(parameter)]: {
@@ -425,6 +428,7 @@ def optimizer_state(
             for key, value in entries.items()
         }
         for parameter, entries in optimizer.state.items()
+        if entries and id(parameter) in names
     }
     groups = [
         {**group, "params": [names[id(parameter)] for parameter in group["params"]]}

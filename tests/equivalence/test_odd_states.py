@@ -15,6 +15,21 @@ def kinds(*chosen):
     return shoal.grid(kind=[kind.__name__ for kind in chosen], lr=[0.01])
 
 
+def test_what_an_optimizer_lets_go_of_is_no_state_any_more(run_study, assert_alone):
+    space = kinds(keeping.Clears, keeping.Deletes, keeping.Replaces, keeping.Drops)
+    recipe = keeping.recipe()
+    report = run_study(recipe, space, steps=6, technique="resident")
+    assert_alone(report, report.trials, recipe, steps=6)
+
+
+@pytest.mark.parametrize("place", IN_SHARDS)
+def test_nor_is_it_where_shards_step_by_themselves(place, run_study, assert_alone):
+    space = kinds(keeping.Deletes, keeping.Replaces, keeping.Drops)
+    recipe = keeping.recipe()
+    report = run_study(recipe, space, steps=6, technique=IN_SHARDS[place], poison=True)
+    assert_alone(report, report.trials, recipe, steps=6)
+
+
 def test_options_may_be_tensors_and_state_may_be_a_slice(run_study, assert_alone):
     recipe = keeping.recipe()
     report = run_study(recipe, kinds(keeping.Wide, keeping.Sliced), steps=3, technique="resident")

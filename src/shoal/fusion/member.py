@@ -69,6 +69,7 @@ class Member:
                 for key, value in entries.items()
             }
             for parameter, entries in self.optimizer.state.items()
+            if entries and id(parameter) in names
         }
         groups = [
             {**group, "params": [names[id(parameter)] for parameter in group["params"]]}

@@ -91,9 +91,18 @@ class _Subsets:
             group.update((key, value) for key, value in whole.items() if key != "params")
         part.state = optimizer.state
         type(part).step(part)
+        if part.state is not optimizer.state:  # it has begun another one
+            self._take_state(index, part.state)
         for group, whole in zip(part.param_groups, wholes, strict=True):
             whole.update((key, value) for key, value in group.items() if key != "params")
         optimizer._opt_called = True  # type: ignore[attr-defined]  # a schedule asks for it
+
+    def _take_state(self, index: int, state: Mapping[Any, Any]) -> None:
+        """What a part keeps of its parameters now is all that is kept of them."""
+        for parameter in (self._params[name] for name in self.stepped[index]):
+            self._optimizer.state.pop(parameter, None)
+            if parameter in state:
+                self._optimizer.state[parameter] = state[parameter]
 
     def _of(self, index: int) -> Iterator[tuple[dict[str, Any], list[nn.Parameter]]]:
         """The groups' settings, each with those of its parameters that one part has."""

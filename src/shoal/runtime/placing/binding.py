@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from shoal.memory.layout import TensorSpec
 from shoal.memory.store import describe
 from shoal.partition.unwritten import weight_places
 from shoal.recipes.habits import kept_in_place
+from shoal.recipes.several import members_of
 from shoal.recipes.subsets import Subsets
 from shoal.runtime.placing.placed import Placed
 from shoal.runtime.placing.unplaced import replaced, unfrozen, unplaced
@@ -72,7 +73,7 @@ class Binding:
         self._bound: dict[int, Placed] = {}
         self.keeps_gradients = False  # until the schedule has stepped
         self._places: tuple[Placed | None, list[tuple[nn.Parameter, int]]] = (None, [])
-        self._settled: dict[int, tuple[Placed, list[tuple[dict[str, Any], list[Any]]]]] = {}
+        self._settled: dict[int, _Settled] = {}
         self._rounding = rounding or Rounding({}, 0)
         self.dtypes = {n: p.grad_dtype or p.dtype for n, p in self.params.items()}  # in a step
         self._poison = Poison()
@@ -299,23 +300,33 @@ class Binding:
         names = self._stepped[shard]
         for name in names:
             self.settle(name, placed.states.get(name, {}))
-        self._settled[shard] = placed, self._expected(names)
+        entries = self._entries(names)
+        values = [list(entry.values()) for entry in entries]
+        self._settled[shard] = _Settled(placed, self._states(), entries, values)
 
-    def _expected(self, names: Sequence[str]) -> list[tuple[dict[str, Any], list[Any]]]:
-        """The optimizer's state of these parameters, and the objects that are in it now."""
+    def _states(self) -> list[Any]:
+        """Each optimizer's mapping of states; it may begin another one."""
+        return [member.state for member in members_of(self.optimizer)]
+
+    def _entries(self, names: Sequence[str]) -> list[dict[str, Any]]:
+        """The optimizer's state of these parameters, of those that have some."""
         state = self.optimizer.state
-        found = [state[self.params[name]] for name in names if self.params[name] in state]
-        return [(entry, list(entry.values())) for entry in found]
+        return [state[self.params[name]] for name in names if self.params[name] in state]
 
     def _is_settled(self, shard: int, placed: Placed) -> bool:
         """Whether the last step left every object of the state where it had found it."""
-        where, expected = self._settled.get(shard, (None, []))
-        if where is not placed or len(expected) != len(self._stepped[shard]):
+        settled = self._settled.get(shard)
+        if settled is None or settled.placed is not placed:
             return False
-        for entry, values in expected:
-            if len(entry) != len(values) or not all(map(operator.is_, entry.values(), values)):
-                return False
-        return True
+        entries, names = settled.entries, self._stepped[shard]
+        if len(entries) != len(names) or not _are(self._states(), settled.states):
+            return False
+        # The entries of torch's own are theirs for good.
+        stay = all(map(is_torchs, members_of(self.optimizer)))
+        if not (stay or _are(self._entries(names), entries)):
+            return False
+        pairs = zip(entries, settled.values, strict=True)
+        return all(_are(entry.values(), kept) for entry, kept in pairs)
 
     def step_part(self, shard: int, number: int = 0) -> None:
         """``optimizer.step()`` as if the shard's parameters were all it had.
@@ -335,15 +346,17 @@ class Binding:
         return self._subsets.kept_beside()
 
     def settle(self, name: str, places: Mapping[str, Tensor]) -> None:
-        """Copy state that lies elsewhere to its place and point the optimizer there."""
+        """Copy state that lies elsewhere to its place and point the optimizer there.
+
+        What is there no longer is no state any more.
+        """
         state = self.optimizer.state.get(self.params[name])
         if not state:
+            self.stateful.pop(name, None)
             return
-        stored = self.stateful.setdefault(name, set())
-        for key, value in state.items():
-            if not is_stored(value):
-                continue
-            stored.add(key)
+        stored = self.stateful[name] = {key for key, value in state.items() if is_stored(value)}
+        for key in stored:
+            value = state[key]
             place = self.check_place(name, key, value, places)
             if value is place:
                 continue
@@ -444,6 +457,20 @@ class Binding:
         """Put the options of ``groups()`` back, ``but`` some that stay as they are made."""
         for group, saved in zip(self.optimizer.param_groups, groups, strict=True):
             group.update({k: v for k, v in saved.items() if k != "params" and k not in but})
+
+
+class _Settled(NamedTuple):
+    """Where state was settled, the entries of the parameters, and the objects in each."""
+
+    placed: Placed
+    states: list[Any]
+    entries: list[dict[str, Any]]
+    values: list[list[Any]]
+
+
+def _are(these: Collection[Any], those: Collection[Any]) -> bool:
+    """Whether they are the same objects."""
+    return len(these) == len(those) and all(map(operator.is_, these, those))
 
 
 def is_stored(value: object) -> bool:
