@@ -7,6 +7,7 @@ import pytest
 
 import shoal
 from shoal.core.errors import PlanError
+from shoal.testing import assert_same, plain_loop
 
 IN_SHARDS = {place: shoal.Spilled(shards=3, optimizer=place) for place in ("host", "device")}
 
@@ -34,6 +35,15 @@ def test_options_may_be_tensors_and_state_may_be_a_slice(run_study, assert_alone
     recipe = keeping.recipe()
     report = run_study(recipe, kinds(keeping.Wide, keeping.Sliced), steps=3, technique="resident")
     assert_alone(report, report.trials, recipe, steps=3)
+
+
+def test_state_of_no_parameter_goes_on_with_its_trial(interrupted):
+    recipe = keeping.recipe()
+    report = interrupted(
+        recipe, "resident", "resident", devices=1, space=kinds(keeping.Alone), epochs=3
+    )
+    trial = report.trials[0]
+    assert_same(plain_loop(recipe, trial.hp, trial.seed, epochs=3), trial)
 
 
 @pytest.mark.parametrize(

@@ -132,6 +132,7 @@ class Attributes:
         for number, optimizer in enumerate(self._optimizers()):
             where = f"optimizer {number}" if number else "the optimizer"
             yield where, _ShownOf(optimizer, STEPPED | hooks(), is_torchs=False)
+            yield f"{where}, state of no parameter", _OfNone(optimizer)
             yield from _hooks(where, optimizer)
         for number, schedule in enumerate(each_schedule(self._schedule)):
             where = f"{SCHEDULE} {number}".removesuffix(" 0")
@@ -145,6 +146,34 @@ def in_words(place: str) -> str:
     """A place as errors call it."""
     holder, _, name = place.rpartition(": ")
     return f"{name!r} of {holder}"
+
+
+class _OfNone(MutableMapping[str, Any]):
+    """What an optimizer's ``state`` has under a name, and not for one of its parameters."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    @property
+    def _state(self) -> MutableMapping[Any, Any]:
+        return getattr(self._optimizer, "state", {})  # whose __init__ may not be torch's
+
+    def __iter__(self) -> Iterator[str]:
+        yield from [key for key in self._state if isinstance(key, str)]
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._state:  # which may make what is not there
+            raise KeyError(name)
+        return self._state[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._state[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._state[name]
 
 
 def _hooks(where: str, owner: Any) -> Iterator[tuple[str, MutableMapping[str, Any]]]:
