@@ -6,7 +6,7 @@ import keeping
 import pytest
 
 import shoal
-from shoal.core.errors import PlanError
+from shoal.core.errors import PlanError, SpecError
 from shoal.testing import assert_same, plain_loop
 
 IN_SHARDS = {place: shoal.Spilled(shards=3, optimizer=place) for place in ("host", "device")}
@@ -58,3 +58,11 @@ def test_what_would_be_done_once_for_each_shard_is_no_part_of_one(
 ):
     with pytest.raises(PlanError, match=why):
         run_study(keeping.recipe(optimizer), space, steps=3, technique=IN_SHARDS["host"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "does"), [(keeping.Keeps, "leaves gradients"), (keeping.Counts, "changes 'cleared'")]
+)
+def test_who_does_not_clear_gradients_in_zero_grad_is_told_so(kind, does, run_study):
+    with pytest.raises(SpecError, match=f"zero_grad of the optimizer {kind.__name__} {does}, and"):
+        run_study(keeping.recipe(), kinds(kind), steps=2)

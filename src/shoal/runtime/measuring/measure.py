@@ -60,7 +60,7 @@ from shoal.runtime.capture.captures import Captures
 from shoal.runtime.measuring.bothloops import rehearse_orders
 from shoal.runtime.measuring.capturebench import measure_capture
 from shoal.runtime.measuring.chains import Chains, key_of
-from shoal.runtime.measuring.clipping import refuse_forgotten, refuse_sparse_norm
+from shoal.runtime.measuring.clearing import refuse_gradients
 from shoal.runtime.measuring.counting import (
     optimizer_name,
     with_step,
@@ -255,8 +255,7 @@ class Measurer:
         require_evaluation(self._recipe, model, valid)
         optimizer = build_optimizer_of(self._recipe, model, hp)
         schedule = build_schedule(self._recipe, optimizer, hp, train)
-        refuse_forgotten(self._recipe, model, optimizer)
-        refuse_sparse_norm(self._recipe, model)
+        refuse_gradients(self._recipe, model, optimizer)
         made = ambient.here().settle()  # a batch is no part of making a trial
         first, read_s = read_one(train)
         batch = to_device(first, self._here)
