@@ -10,6 +10,7 @@ whether a trial of a study ended on the same bits, and name the first that diffe
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -203,7 +204,7 @@ def _walk(name: str, expected: Any, found: Any, tally: _Tally) -> None:
 
 
 def _is_sequence(value: object) -> bool:
-    return isinstance(value, list | tuple)
+    return isinstance(value, list | tuple | deque)
 
 
 def _same_scalar(expected: object, found: object) -> bool:
