@@ -28,12 +28,13 @@ def build_schedule(
     Its ``step`` is called after each step of the trial, whose batches are those of ``train``.
 
     Raises:
-        SpecError: one wants to be told something at each step, keeps a parameter's memory by
-            another tensor, or goes by epochs whose length is not known.
+        SpecError: one wants to be told something at each step, cannot be saved, keeps a
+            parameter's memory by another tensor, or goes by epochs whose length is not known.
     """
     if recipe.schedule is None:
         return None
     made = as_one_schedule(recipe.schedule(optimizers_of(optimizer), hp))
+    _refuse_stateless(made)
     for one in each_schedule(made):
         refuse_kept(one, _parameters_of(optimizer), "schedule", but=("optimizer",))
     if made is not None and recipe.schedule_interval == "evaluation":
@@ -86,6 +87,21 @@ def _asks(schedule: Any) -> str:
         return ""
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return next((p.name for p in parameters if p.default is p.empty and p.kind not in kinds), "")
+
+
+def _refuse_stateless(made: Any) -> None:
+    """Raises SpecError for a schedule that cannot be saved, nor go on."""
+    for one in made.members.values() if isinstance(made, Schedules) else (made,):
+        lacks = [n for n in _STATE if not callable(getattr(one, n, None))]
+        if lacks and callable(getattr(one, "step", None)):
+            raise SpecError(
+                f"Recipe(schedule=...) returned a {type(one).__name__}, which has no "
+                f"{' and no '.join(lacks)}: a trial is saved with its schedule, and goes on from "
+                "it. Make it a subclass of torch.optim.lr_scheduler.LRScheduler, or give it both."
+            )
+
+
+_STATE = ("state_dict", "load_state_dict")
 
 
 def _refuse_asking(schedule: Any) -> None:

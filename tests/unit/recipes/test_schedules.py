@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, SequentialLR
 
-from shoal.recipes.schedules import Schedules, give_state, state_of_schedule
+from shoal.core.errors import SpecError
+from shoal.recipes.recipe import Recipe
+from shoal.recipes.schedules import Schedules, build_schedule, give_state, state_of_schedule
 
 
 class WarmUp(LRScheduler):
@@ -52,3 +55,21 @@ def test_a_schedule_in_an_attribute_of_another_goes_on():
 
     assert "CosineAnnealingLR" not in repr(state)
     assert walk(other, anew, 5) == walk(optimizer, schedule, 5)
+
+
+class Stateless:
+    """As one is written that is never saved."""
+
+    def step(self):
+        pass
+
+
+@pytest.mark.parametrize("given", [Stateless(), [Stateless()]])
+def test_one_without_a_state_is_refused_before_anything_trains(given):
+    recipe = Recipe(
+        model=lambda hp: made()[0],
+        data=lambda hp: ([], None),
+        schedule=lambda optimizer, hp: given,
+    )
+    with pytest.raises(SpecError, match="a Stateless, which has no state_dict and no load_state_"):
+        build_schedule(recipe, made()[1], {}, [])
