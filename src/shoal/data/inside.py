@@ -1,8 +1,8 @@
 """What an object keeps that reading it may change: its generators, and numbers that move.
 
-A dataset's own ``random.Random`` is state that no index leads to, and so is a counter. A
-look finds those in attributes, in containers, closures and partial functions, a few levels
-deep. What a C extension or another process keeps, nobody sees.
+A dataset's own ``random.Random`` is state that no index leads to, and so is a counter, or a
+tensor that it writes to. A look finds those in attributes, in containers, closures and partial
+functions, a few levels deep. What a C extension or another process keeps, nobody sees.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 from torch import Tensor
@@ -23,6 +24,7 @@ from shoal.data.streams import Stream, stream_of
 DEEPEST = 10
 MOST_OBJECTS = 2000
 MOST_ITEMS = 64  # of one container
+MOST_BYTES = 2**18  # of an array whose bytes are looked at
 NUMBERS = (int, float)  # and no bool: "is it open yet" is no state
 LEAVES = (str, bytes, int, float, complex, Tensor, np.ndarray, np.generic, type, ModuleType)
 
@@ -76,7 +78,20 @@ def _look(path: str, value: Any, found: Inside) -> list[tuple[str, Any]]:
         if type(item) in NUMBERS:
             found.numbers[f"{path}.{name}"] = item
     below = [(f"{path}.{name}", item) for name, item in attributes.items()]
-    return below + list(_contents(path, value))
+    below += _contents(path, value)
+    for name, item in below:
+        if (mark := _mark(item)) is not None:
+            found.numbers[name] = mark
+    return below
+
+
+def _mark(value: Any) -> float | None:
+    """A number that moves when somebody writes to a tensor, or to an array that is not large."""
+    if isinstance(value, Tensor) and not value.is_inference():
+        return value._version
+    if type(value) is np.ndarray and value.nbytes <= MOST_BYTES and not value.dtype.hasobject:
+        return crc32(np.ascontiguousarray(value).data.cast("B")) if value.size else None
+    return None
 
 
 def _class_numbers(value: object) -> dict[str, float]:

@@ -96,3 +96,18 @@ def test_a_file_that_was_opened_and_a_cache_that_grew_are_no_change():
     thing.file, thing.is_open, thing.cache[3] = Thing(size=4), True, 5
 
     assert changed_number(before, look_inside(d=thing)) is None
+
+
+@pytest.mark.parametrize("rows", [torch.zeros(3), np.zeros(3), torch.zeros(2, 2).t()])
+@pytest.mark.parametrize("path", ["d.rows", "d.rows[0]"])
+def test_rows_that_are_written_to_have_changed(rows, path):
+    thing = Thing(rows=[rows] if "[" in path else rows)
+    before = look_inside(d=thing)
+    assert changed_number(before, look_inside(d=thing)) is None
+    rows[1] += 1
+    assert changed_number(before, look_inside(d=thing)) == path
+
+
+def test_no_large_array_is_read_and_none_of_objects():
+    thing = Thing(rows=np.zeros(2**20), empty=np.zeros(0), names=np.array([None, "a"]))
+    assert look_inside(d=thing).numbers == {}
