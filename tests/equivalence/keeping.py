@@ -126,5 +126,18 @@ def clipping_hook(named, hp):
     return optimizer
 
 
-def recipe(optimizer=make):
-    return shoal.Recipe(model=Build(Chain), data=data, loss=loss, optimizer=optimizer)
+def recipe(optimizer=make, **changes):
+    return shoal.Recipe(model=Build(Chain), data=data, loss=loss, optimizer=optimizer, **changes)
+
+
+def tensor_rate(named, hp):
+    """All groups have the one tensor, and a schedule writes to it."""
+    parameters = [p for _, p in named]
+    groups = [{"params": parameters[:3]}, {"params": parameters[3:]}]
+    return torch.optim.SGD(groups, lr=torch.tensor(hp["lr"]))
+
+
+def by_the_rate_of_now(optimizer, hp):
+    """Halves the rate every second time: what it looks at is the tensor that is written to."""
+    begun = optimizer.defaults["lr"]
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 if begun > 0.007 else 1.0)

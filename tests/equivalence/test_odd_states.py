@@ -46,6 +46,13 @@ def test_state_of_no_parameter_goes_on_with_its_trial(interrupted):
     assert_same(plain_loop(recipe, trial.hp, trial.seed, epochs=3), trial)
 
 
+def test_a_rate_that_is_a_tensor_stays_the_tensor_that_a_schedule_has(interrupted):
+    recipe = keeping.recipe(keeping.tensor_rate, schedule=keeping.by_the_rate_of_now)
+    report = interrupted(recipe, "resident", "resident", devices=1, epochs=3)
+    trial = report.trials[0]
+    assert_same(plain_loop(recipe, trial.hp, trial.seed, epochs=3), trial)
+
+
 @pytest.mark.parametrize(
     ("optimizer", "space", "why"),
     [

@@ -447,16 +447,35 @@ class Binding:
         """The optimizer's groups: options, and the names of their parameters."""
         self._require_groups()
         return [
-            {**{k: v for k, v in group.items() if k != "params"}, "params": list(names)}
+            {**{k: _noted(v) for k, v in group.items() if k != "params"}, "params": list(names)}
             for group, names in zip(
                 self.optimizer.param_groups, self._subsets.grouped, strict=True
             )
         ]
 
     def restore_groups(self, groups: Sequence[Mapping[str, Any]], *, but: Collection[str]) -> None:
-        """Put the options of ``groups()`` back, ``but`` some that stay as they are made."""
+        """Put the options of ``groups()`` back, ``but`` some that stay as they are made.
+
+        A tensor stays the one that it is: a schedule may have it too, and groups share it.
+        """
         for group, saved in zip(self.optimizer.param_groups, groups, strict=True):
-            group.update({k: v for k, v in saved.items() if k != "params" and k not in but})
+            for key, value in saved.items():
+                if key == "params" or key in but:
+                    continue
+                own = group.get(key)
+                if isinstance(own, Tensor) and isinstance(value, Tensor) and _fits(value, own):
+                    own.copy_(value)
+                else:
+                    group[key] = _noted(value)
+
+
+def _noted(option: Any) -> Any:
+    """Of a group; a schedule writes to one that is a tensor."""
+    return option.detach().clone() if isinstance(option, Tensor) else option
+
+
+def _fits(value: Tensor, place: Tensor) -> bool:
+    return value.shape == place.shape and value.dtype == place.dtype and not place.requires_grad
 
 
 class _Settled(NamedTuple):
