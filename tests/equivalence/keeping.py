@@ -141,3 +141,9 @@ def by_the_rate_of_now(optimizer, hp):
     """Halves the rate every second time: what it looks at is the tensor that is written to."""
     begun = optimizer.defaults["lr"]
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 if begun > 0.007 else 1.0)
+
+
+def beside_another(named, hp):
+    """One of several optimizers keeps something for no parameter."""
+    parameters = [p for _, p in named]
+    return [Alone(parameters[:3], lr=hp["lr"]), torch.optim.Adam(parameters[3:], lr=hp["lr"])]

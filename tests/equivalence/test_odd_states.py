@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import keeping
 import pytest
+import squads
 
 import shoal
 from shoal.core.errors import PlanError, SpecError
@@ -44,6 +45,19 @@ def test_state_of_no_parameter_goes_on_with_its_trial(interrupted):
     )
     trial = report.trials[0]
     assert_same(plain_loop(recipe, trial.hp, trial.seed, epochs=3), trial)
+
+
+def test_so_it_does_beside_another_optimizer(interrupted):
+    recipe = keeping.recipe(keeping.beside_another)
+    report = interrupted(recipe, "resident", "resident", devices=1, epochs=3)
+    trial = report.trials[0]
+    assert_same(plain_loop(recipe, trial.hp, trial.seed, epochs=3), trial)
+
+
+def test_such_a_state_is_its_slots_own_in_an_array(run_study):
+    space = shoal.grid(kind=["Alone"], lr=[0.01, 0.003])
+    report = run_study(keeping.recipe(), space, steps=3, fuse=2)
+    squads.assert_arrayed(report, report.trials, keeping.recipe(), 2, steps=3)
 
 
 def test_a_rate_that_is_a_tensor_stays_the_tensor_that_a_schedule_has(interrupted):

@@ -201,8 +201,8 @@ class _States(MutableMapping[Any, Any]):
             self._members[name].state.pop(parameter, None)
 
     def __iter__(self) -> Iterator[Tensor]:
-        found = {id(p): p for member in self._members.values() for p in member.state}
-        return iter(found.values())
+        held = (p for member in self._members.values() for p in member.state)
+        return iter({id(p): p for p in held if isinstance(p, Tensor)}.values())
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -281,6 +281,11 @@ def members_of(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimiz
     if isinstance(optimizer, Optimizers):
         return tuple(optimizer.members.values())
     return (optimizer,)
+
+
+def entries_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """What it keeps for each parameter; it may keep something for none, under a name."""
+    return [entry for key, entry in optimizer.state.items() if isinstance(key, Tensor)]
 
 
 def optimizers_of(optimizer: torch.optim.Optimizer) -> Any:

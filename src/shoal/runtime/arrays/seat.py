@@ -44,6 +44,7 @@ from shoal.partition.track import AllocationTracker
 from shoal.program.ir import Op
 from shoal.recipes.habits import trained
 from shoal.recipes.recipe import read_data, tensors_of, to_device
+from shoal.recipes.several import entries_of
 from shoal.rng import capture_rng, restore_rng
 from shoal.runtime.arrays.blame import Blame
 from shoal.runtime.arrays.onebase import require_untouched
@@ -529,7 +530,7 @@ class ArraySeat:
         state = {
             value.untyped_storage().data_ptr()
             for seated in self.seated.values()
-            for entry in seated.session.optimizer.state.values()
+            for entry in entries_of(seated.session.optimizer)
             for value in entry.values()
             if isinstance(value, torch.Tensor)
         }

@@ -17,6 +17,7 @@ from shoal.fusion.passes.loop import lone_pass
 from shoal.kernels.kernelstep import step_whole
 from shoal.recipes.ownstep import OwnStep, own_evaluation
 from shoal.recipes.recipe import evaluate_metrics, tensors_of, to_device
+from shoal.recipes.several import entries_of
 from shoal.runtime.capture.captured import PROOFS, CapturedUnits
 from shoal.runtime.capture.captures import Captures
 from shoal.runtime.measuring.meter import Meter
@@ -177,7 +178,7 @@ def on_device(members: Sequence[Member], device: torch.device) -> Sequence[Membe
 def states_on_device(members: Sequence[Member], device: torch.device) -> Sequence[Member]:
     """What optimizers have before a first step, moved there: Adagrad's sums. No weights."""
     for member in members:
-        for state in member.optimizer.state.values():
+        for state in entries_of(member.optimizer):
             there = {key: v.to(device) for key, v in state.items() if is_stored(v)}
             state.update(there)
     return members

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from shoal.core.units import Bytes, format_bytes
 from shoal.partition.track import AllocationTracker, read_bytes
+from shoal.recipes.several import entries_of
 
 Key = TypeVar("Key", bound=Hashable)
 HOST = torch.device("cpu")
@@ -123,7 +124,7 @@ def rest_on_host(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable
         parameter.grad = None
     there = [
         (entry, key)
-        for entry in optimizer.state.values()
+        for entry in entries_of(optimizer)
         for key, value in entry.items()
         if isinstance(value, Tensor) and value.device == where
     ]

@@ -23,7 +23,7 @@ from shoal.recipes.modelcopy import deepcopied
 from shoal.recipes.optimizers import build_optimizer_of
 from shoal.recipes.ownstep import Modes, OwnStep, own_evaluation
 from shoal.recipes.recipe import Recipe, autocast, evaluate_metrics, loss_and_output
-from shoal.recipes.several import members_of
+from shoal.recipes.several import entries_of, members_of
 from shoal.recipes.spelled import spelled_by
 from shoal.rng import capture_rng, restore_rng, same_rng
 from shoal.runtime.placing.binding import Binding, state_specs
@@ -212,7 +212,7 @@ class StepMeasure:
     def _refuse_loose_state(self) -> None:
         """Tensors within lists, as LBFGS has them, have no place of their own."""
         for member in members_of(self._optimizer):
-            for entry in member.state.values():
+            for entry in entries_of(member):
                 for key, value in entry.items():
                     if isinstance(value, list | tuple) and any(
                         isinstance(item, Tensor) for item in value
