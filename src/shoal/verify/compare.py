@@ -200,7 +200,7 @@ class _Case:
     def _train(self, until: int | None = None) -> PlainResult:
         """All of it again; or no more than ``until`` a step, after which it was evaluated."""
         row, ended = self.row, self.row.state is TrialState.FINISHED
-        epochs = row.epoch if self.by_epochs and ended and row.epoch and not until else None
+        epochs = self.curve.epoch if self.by_epochs and ended and not until else None
         told: dict[str, Any] = {"epochs": epochs, "steps": None if epochs else until or row.step}
         trials = as_of(self.population, row.number, until) if until else self.population
         told |= {"eval_every": self.curve.eval_every, **_numerics(row, self.recipe)}

@@ -75,6 +75,7 @@ class Curve:
     losses: dict[int, float] = field(default_factory=dict)
     evaluations: dict[int, Mapping[str, float]] = field(default_factory=dict)
     epoch_ends: frozenset[int] = frozenset()
+    epoch: int | None = None  # of the last step
 
     @property
     def eval_every(self) -> int | None:
@@ -104,6 +105,7 @@ def read_curve(place: Path, row: TrialRow) -> Curve:
             curve.losses[event.step], epochs[event.step] = event.loss, event.epoch
         else:
             curve.evaluations[event.step] = event.metrics
+    curve.epoch = epochs.get(row.step)
     curve.epoch_ends = frozenset({epochs[step]: step for step in sorted(epochs)}.values())
     if row.state is TrialState.FINISHED:
         curve.evaluations[row.step] = row.metrics
