@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from enum import IntEnum
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,10 @@ import torch
 
 from shoal.core.errors import StorageError, TrialError
 from shoal.runtime.saving.packing import Packer, unpack
+
+Span = namedtuple("Span", "first last")
+Way = IntEnum("Way", "THERE BACK")
+
 
 VALUES = [
     np.float32(0.1),
@@ -39,6 +44,8 @@ VALUES = [
     Counter({3: 2}),
     OrderedDict(b=1, a=2),
     {(1, 2): {"x": deque([np.int8(3)])}},
+    Way.BACK,
+    Span(1, [Way.THERE, Span(2.0, None)]),
 ]
 
 
@@ -88,15 +95,16 @@ def test_an_array_keeps_its_type_and_order(array):
     assert found.flags.writeable
 
 
-Pair = namedtuple("Pair", "a b")
-Mode = IntEnum("Mode", "UP DOWN")
+LOCAL = SimpleNamespace(
+    Pair=namedtuple("Pair", "a b", module=__name__), Mode=IntEnum("Mode", "UP DOWN")
+)
 
 
 @pytest.mark.parametrize(
     ("value", "name"),
     [
-        (Pair(1, 2), "Pair"),
-        (Mode.UP, "Mode"),
+        (LOCAL.Pair(1, 2), "Pair, which is in no module"),
+        (LOCAL.Mode.UP, "Mode, which is in no module"),
         (defaultdict(lambda: 3), "defaultdict whose default is made by <lambda>"),
         (np.array(["a"]), "ndarray"),
         (object(), "object"),
@@ -121,3 +129,10 @@ def test_what_would_come_back_as_something_else_has_no_rule(value, name):
 def test_a_record_that_was_not_packed_is_refused(record):
     with pytest.raises(StorageError):
         unpack(record, {})
+
+
+def test_a_member_of_a_class_that_is_not_there_is_its_value():
+    record = {"enum": ["nowhere", "Way", 2]}, {"named": ["nowhere", "Span", [1, 2]]}
+    assert [unpack(one, {}) for one in record] == [2, (1, 2)]
+    record = {"enum": ["collections", "Counter", 2]}, {"named": ["torch", "Size", [1, 2]]}
+    assert [unpack(one, {}) for one in record] == [2, (1, 2)]

@@ -2,11 +2,13 @@
 
 Types survive the round trip: Python's own containers with any packable members, its numbers and
 NumPy's (a product of np.float32 is rounded otherwise than Python's) and arrays of these, tensors
-under a number, and whole random states. Nothing that is read can become anything but one of these.
+under a number, whole random states, and members and named tuples of classes that modules have.
+Nothing that is read can become anything but one of these.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
@@ -40,8 +42,10 @@ class Packer:
         """
         if isinstance(value, np.generic) and value.dtype.kind in _KINDS:
             return {"numpy": [value.dtype.str, value.tobytes().hex()]}
-        if isinstance(value, Enum) or (isinstance(value, tuple) and hasattr(value, "_fields")):
-            raise _no_rule(value)  # it would come back as the number, the text or the tuple it is
+        if isinstance(value, Enum):
+            return {"enum": [*_place_of(value), self.pack(value.value)]}
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return {"named": [*_place_of(value), self._packed(value)]}
         if value is None or isinstance(value, bool | int | float | str):
             return value
         if isinstance(value, Tensor):
@@ -146,6 +150,41 @@ def _unpack_defaultdict(record: Any, tensors: Mapping[str, Tensor]) -> defaultdi
     return defaultdict(None if factory is None else _FACTORIES[factory], _pairs(items, tensors))
 
 
+def _unpack_enum(record: Any, tensors: Mapping[str, Tensor]) -> Any:
+    module, name, packed = record
+    kind, value = _class_at(module, name), _unpack(packed, tensors)
+    return kind(value) if kind is not None and issubclass(kind, Enum) else value
+
+
+def _unpack_named(record: Any, tensors: Mapping[str, Tensor]) -> Any:
+    module, name, packed = record
+    kind, items = _class_at(module, name), tuple(_unpacked(packed, tensors))
+    if kind is None or not issubclass(kind, tuple) or not hasattr(kind, "_fields"):
+        return items
+    return tuple.__new__(kind, items)
+
+
+def _place_of(value: object) -> tuple[str, str]:
+    """Where a class is found again, in a process that has the recipe's modules.
+
+    Raises:
+        TrialError: it would come back as the number, the text or the tuple that it is, which is
+            another answer to ``is``.
+    """
+    kind = type(value)
+    if _class_at(kind.__module__, kind.__qualname__) is not kind:
+        raise _no_rule(value, ", which is in no module that workers import,")
+    return kind.__module__, kind.__qualname__
+
+
+def _class_at(module: str, name: str) -> type | None:
+    """Of a module that is there; none is imported for what a file says."""
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found if isinstance(found, type) else None
+
+
 def _unpack_number(record: Any, tensors: Mapping[str, Tensor]) -> Any:
     name, data = record
     (number,) = np.frombuffer(bytes.fromhex(data), _plain(name))
@@ -188,6 +227,8 @@ _RULES: Mapping[str, Callable[[Any, Mapping[str, Tensor]], Any]] = {
     "defaultdict": _unpack_defaultdict,
     "deque": _unpack_deque,
     "dtype": _unpack_dtype,
+    "enum": _unpack_enum,
+    "named": _unpack_named,
     "ndarray": _unpack_array,
     "numpy": _unpack_number,
     "rng": _unpack_rng,
