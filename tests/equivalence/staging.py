@@ -372,7 +372,7 @@ def bytes_held(session: Session) -> int:
     tensors = [*session.model.buffers()]
     tensors += [t for p in session.model.parameters() for t in (p.data, p.grad) if t is not None]
     tensors += pytree.tree_leaves(list(session.optimizer.state.values()))
-    for placed in [*binding._bound.values(), *(one for one, _ in binding._settled.values())]:
+    for placed in [*binding._bound.values(), *(one.placed for one in binding._settled.values())]:
         tensors += [placed.param_bytes, placed.state_bytes, *placed.params.values()]
     storages = {t.untyped_storage() for t in tensors if isinstance(t, torch.Tensor)}
     home = session.region.bytes.untyped_storage().data_ptr()

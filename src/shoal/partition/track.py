@@ -111,7 +111,8 @@ class AllocationTracker(TorchDispatchMode):
         """Alone a weight has a memory of its own, in which it begins at 0."""
         given = args[at] if len(args) > at else kwargs.get("storage_offset")
         tensor = args[0]
-        if given in (None, tensor.storage_offset()):
+        at_its_own = given in (None, tensor.storage_offset())
+        if at_its_own or not tensor.storage_offset():  # where it begins its memory does, as alone
             return
         if tensor.untyped_storage()._cdata not in self._alive:
             raise TrialError(
