@@ -78,9 +78,13 @@ class Links:
         """Parameters are of another module from now on."""
         self._packer = packer
 
-    def send(self, peer: int, kind: Kind, tree: Any) -> None:
-        """Hand a structure of tensors over; they may be changed as soon as this returns."""
-        packed, end = self._packer.pack(tree), self._ends[peer]
+    def send(self, peer: int, kind: Kind, tree: Any, *, widely: bool = False) -> None:
+        """Hand a structure of tensors over; they may be changed as soon as this returns.
+
+        Those of a model may lie ``widely`` where they arrive: there is as much room for them as
+        where they are made. A batch's may not: it may be a window of all the data that there is.
+        """
+        packed, end = self._packer.pack(tree, widely=widely), self._ends[peer]
         # Until it is read, it is memory of the host's: no device's units are counted for how long
         # that takes.
         with _disable_current_modes():

@@ -5,17 +5,16 @@ seldom changes, and is sent only when it does; so a message is one frame of know
 frames go from device to device it is two: what lies on the device, and what lies on the host.
 
 A tensor arrives with the strides that it had, as kernels sum in an order of their own for each. Of
-one with gaps between its elements, a chunk of another say, or with elements that are one in
-memory, all from its first to its last byte is sent; once for all such tensors of a storage.
+one with gaps between its elements, a chunk of another say, the elements are sent, and laid out as
+they lay; tensors that lay among each other are laid out in one memory. Of elements that are one in
+memory, as in an expanded tensor, one is sent.
 """
 
 from __future__ import annotations
 
 import io
-import itertools
 import pickle
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -69,19 +68,20 @@ class Packer:
         self._parameters = dict(parameters or {})
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
 
-    def pack(self, tree: Any, apart: torch.device | None = None) -> Packed:
+    def pack(self, tree: Any, apart: torch.device | None = None, *, widely: bool = True) -> Packed:
         """The form of ``tree``, and its tensors, which are not copied yet.
 
-        Those on the device ``apart`` go in a frame of their own.
+        Those on the device ``apart`` go in a frame of their own. Unless they may lie ``widely``,
+        those of which there is less than there is room between are contiguous when they arrive.
         """
         buffer = io.BytesIO()
         pickler = _Pickler(buffer, self._names)
         pickler.dump(tree)
-        inside, here = _laid_out([t for t in pickler.tensors if t.device != apart])
-        beside, there = _laid_out([t for t in pickler.tensors if t.device == apart])
+        inside, here = _laid_out([t for t in pickler.tensors if t.device != apart], widely)
+        beside, there = _laid_out([t for t in pickler.tensors if t.device == apart], widely)
         found = {False: iter(here), True: iter(there)}
         places = [
-            (*next(found[tensor.device == apart]), tensor.device == apart)
+            (next(found[tensor.device == apart]), tensor.device == apart)
             for tensor in pickler.tensors
         ]
         form = pickle.dumps((buffer.getvalue(), places, beside.num_bytes))
@@ -90,14 +90,23 @@ class Packer:
     def unpack(self, form: bytes, frame: Tensor, at: int, apart: Tensor | None = None) -> Any:
         """The structure whose tensors are views of ``frame`` from byte ``at``.
 
-        ``apart`` is the frame of those that went by themselves.
+        ``apart`` is the frame of those that went by themselves. What is laid out has a memory of
+        its own.
         """
         structure, places, _ = pickle.loads(form)
-        tensors = []
-        for spec, offset, is_apart in places:
+        tensors, memories = [], dict[tuple[bool, int], Tensor]()
+        for place, is_apart in places:
             flat, start = (apart, 0) if is_apart else (frame, at)
             assert flat is not None
-            tensors.append(view(flat, start + offset, spec))
+            tensor = view(flat, start + place.offset, place.spec)
+            if (lies := place.lies) is not None:
+                key = is_apart, lies.memory
+                if key not in memories:
+                    memories[key] = torch.empty(lies.size, dtype=torch.uint8, device=flat.device)
+                spec = replace(place.spec, stride=lies.stride)
+                view(memories[key], lies.at, spec).copy_(tensor)
+                tensor = view(memories[key], lies.at, replace(spec, shape=lies.shape))
+            tensors.append(tensor)
         return _Unpickler(structure, tensors, self._parameters).load()
 
 
@@ -107,36 +116,106 @@ def apart_bytes(form: bytes) -> int:
     return int(num_bytes)
 
 
-def _laid_out(tensors: Sequence[Tensor]) -> tuple[Bundle, list[tuple[TensorSpec, int]]]:
-    """The memory to be sent, and how and where in it each tensor lies."""
-    specs = [describe("", tensor) for tensor in tensors]
-    spread = [_is_spread(tensor, spec) for tensor, spec in zip(tensors, specs, strict=True)]
-    spans: dict[int, tuple[int, int]] = {}  # of storages: their bytes that are sent as they are
-    for tensor in itertools.compress(tensors, spread):
-        first, last = spans.get(_storage(tensor), (sys.maxsize, 0))
-        start, stop = _span(tensor)
-        spans[_storage(tensor)] = min(first, start // ALIGNMENT * ALIGNMENT), max(last, stop)
+class _Lies(NamedTuple):
+    """How a tensor lies in a memory that is made where it arrives: number, size, and where."""
+
+    memory: int
+    size: int
+    at: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class _Place(NamedTuple):
+    """Where in a frame a tensor is, and how; and how it lies afterwards, if otherwise."""
+
+    spec: TensorSpec
+    offset: int
+    lies: _Lies | None = None
+
+
+class _Memory(NamedTuple):
+    """Tensors, by their numbers, that lie among each other from one byte to another."""
+
+    members: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def _laid_out(tensors: Sequence[Tensor], widely: bool) -> tuple[Bundle, list[_Place]]:
+    """What is to be sent, and where in it each tensor is, and how it lies where it arrives."""
     pieces, offsets, size = list[Tensor](), list[int](), 0
-    sent: dict[int, int] = {}
-    places: list[tuple[TensorSpec, int]] = []
-    for tensor, spec, is_spread in zip(tensors, specs, spread, strict=True):
-        key, at = _storage(tensor), size
-        if not is_spread or key not in sent:
-            sent |= {key: size} if is_spread else {}
-            pieces.append(_memory(tensor, *spans[key]) if is_spread else tensor)
-            offsets.append(size)
-            size = round_up(size + pieces[-1].nbytes, ALIGNMENT)
-        if is_spread:
-            at = sent[key] + _span(tensor)[0] - spans[key][0]
-            spec = replace(spec, stride=tensor.stride())
-        places.append((spec, at))
-    return Bundle(tuple(pieces), tuple(offsets), size), places
+    places: dict[int, _Place] = {}
+    elements = {i: _elements(tensor) for i, tensor in enumerate(tensors) if _is_spread(tensor)}
+    memories = sorted(_memories(tensors, elements, widely))
+    spread = {member for memory in memories for member in memory.members}
+
+    def put(piece: Tensor) -> int:
+        nonlocal size
+        pieces.append(piece)
+        offsets.append(size)
+        size = round_up(size + piece.numel() * piece.element_size(), ALIGNMENT)
+        return offsets[-1]
+
+    for index in range(len(tensors)):
+        if index not in spread:
+            places[index] = _Place(describe("", tensors[index]), put(tensors[index]))
+    for number, (members, start, stop) in enumerate(memories):
+        first = start // ALIGNMENT * ALIGNMENT
+        whole = stop - first <= sum(elements[index].nbytes for index in members)
+        offset = put(_bytes_of(tensors[members[0]], first, stop)) if whole else 0
+        for index in members:
+            tensor, spec = tensors[index], describe("", elements[index])
+            at, lying = _span(tensor)[0] - first, (tuple(tensor.shape), tensor.stride())
+            if whole:
+                spec = replace(spec, shape=lying[0], stride=lying[1])
+                places[index] = _Place(spec, offset + at)
+            else:
+                lies = _Lies(number, stop - first, at, *lying)
+                places[index] = _Place(spec, put(elements[index]), lies)
+    bundle = Bundle(tuple(pieces), tuple(offsets), size)
+    return bundle, [places[index] for index in range(len(tensors))]
 
 
-def _is_spread(tensor: Tensor, dense: TensorSpec) -> bool:
+def _memories(
+    tensors: Sequence[Tensor], elements: Mapping[int, Tensor], widely: bool
+) -> Iterator[_Memory]:
+    """Those tensors that do not lie as they would alone, by what they are to lie in."""
+    places = ((_storage(tensors[index]), *_span(tensors[index]), index) for index in elements)
+    among, before = list[_Memory](), 0
+    for storage, start, stop, index in sorted(places):
+        if among and storage == before and start < among[-1].stop:
+            last = among.pop()
+            among.append(_Memory((*last.members, index), last.start, max(last.stop, stop)))
+        else:
+            among.append(_Memory((index,), start, stop))
+        before = storage
+    for memory in among:
+        if _is_close(memory, elements):
+            yield memory
+            continue
+        alone = (_Memory((index,), *_span(tensors[index])) for index in memory.members)
+        yield from (one for one in alone if widely or _is_close(one, elements))
+
+
+def _is_close(memory: _Memory, elements: Mapping[int, Tensor]) -> bool:
+    """Whether it has no more gaps than elements."""
+    return memory.stop - memory.start <= 2 * sum(elements[i].nbytes for i in memory.members)
+
+
+def _elements(tensor: Tensor) -> Tensor:
+    """One of those that an expanded tensor repeats."""
+    for dimension, stride in enumerate(tensor.stride()):
+        if stride == 0:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
+
+
+def _is_spread(tensor: Tensor) -> bool:
     """Whether it has other strides than it would have alone in its memory."""
-    is_memory = type(tensor) is Tensor and not (tensor.is_conj() or tensor.is_neg())
-    return is_memory and tensor.numel() > 0 and tensor.stride() != dense.stride
+    if type(tensor) is not Tensor or tensor.is_conj() or tensor.is_neg() or not tensor.numel():
+        return False
+    return tensor.stride() != describe("", tensor).stride
 
 
 def _storage(tensor: Tensor) -> int:
@@ -150,7 +229,7 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     return first * size, (last + 1) * size
 
 
-def _memory(tensor: Tensor, start: int, stop: int) -> Tensor:
+def _bytes_of(tensor: Tensor, start: int, stop: int) -> Tensor:
     """Bytes of its storage."""
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return flat.set_(tensor.untyped_storage(), start, (stop - start,), (1,))

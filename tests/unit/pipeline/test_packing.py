@@ -14,9 +14,9 @@ from shoal.rng import capture_rng, restore_rng, same_rng
 from shoal.testing import same_bits
 
 
-def through(tree, packer=None):
+def through(tree, packer=None, **how):
     packer = packer or Packer()
-    packed = packer.pack(tree)
+    packed = packer.pack(tree, **how)
     frame = torch.zeros(64 + packed.num_bytes, dtype=torch.uint8)
     packed.write(frame, 64)
     return packer.unpack(packed.form, frame, 64)
@@ -58,6 +58,39 @@ def test_views_with_gaps_arrive_with_their_strides_and_share_what_they_shared():
     assert second.data_ptr() - first.data_ptr() == 4 * 497
     assert Packer().pack(tree).num_bytes < base.nbytes + 1000
     assert Packer().pack(base.t()[7].expand(10**6, 2)).num_bytes <= 4096 + 64
+
+
+def test_of_a_small_view_of_much_memory_its_elements_are_sent_and_it_lies_as_it_lay():
+    much = torch.randn(64, 40, 128)
+    region = torch.randn(1_000_000)
+    tree = {
+        "first token": much[:, 0],
+        "last token": much[:, -1].expand(9, 64, 128),
+        "chunks": much.view(64, -1).chunk(40, 1)[::39],
+        "windows": much[3, :, 5].unfold(0, 8, 3),
+        "weights": [region[at:][:1000].view(10, 100)[:, 1:50] for at in (3, -1000)],
+        "bytes": region.view(torch.uint8)[9:][:90_000].view(9, 10_000)[:, 1:4],
+    }
+    for name, value in tree.items():
+        views = value if isinstance(value, list | tuple) else [value]
+        once = [view[0] if name == "last token" else view for view in views]
+        assert Packer().pack(value).num_bytes <= sum(view.nbytes + 63 for view in once), name
+        for view, found in zip(views, [*through([*views])], strict=True):
+            assert same_bits(found, view), name
+            assert found.stride() == view.stride(), name
+            assert same_bits(found.sum(), view.sum()), name
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage() for t in through(tree["weights"])
+    }
+    assert sum(storage.nbytes() for storage in storages.values()) < 10_000
+
+
+def test_what_may_not_lie_widely_arrives_without_wide_gaps():
+    much = torch.randn(8, 10_000)
+    for view, stride in [(much[:, 30:40], (10, 1)), (much[:, 5_000:], (10_000, 1))]:
+        (found,) = through([view], widely=False)
+        assert same_bits(found, view)
+        assert found.stride() == stride
 
 
 def test_one_tensor_in_two_places_is_sent_once():

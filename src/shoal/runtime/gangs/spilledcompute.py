@@ -174,7 +174,7 @@ class SpilledCompute(Compute):
         """Send what a SEND names, or take what a RECV does."""
         line = (action.peer or 0, message_kind(action))
         if action.op is Op.SEND:
-            self._links.send(*line, self._given(task, action))
+            self._links.send(*line, self._given(task, action), widely=True)
         else:
             self._take(task, action, self._links.take(*line))
 

@@ -335,7 +335,7 @@ class StageSeat(GangSeat):
             elif action.op is Op.SEND:
                 with self._stage.counted():
                     given = compute.give(action)
-                self.links.send(action.peer or 0, message_kind(action), given)
+                self.links.send(action.peer or 0, message_kind(action), given, widely=True)
                 del given  # it is on its way, and a unit may follow that takes long
             else:
                 self._run_action(compute, action)
