@@ -87,10 +87,19 @@ class Block:
         return self.unsure | self.retyped
 
     @property
+    def numbers(self) -> Mapping[int, Constant]:
+        """The leaves of its output that are no tensors and may vary from batch to batch."""
+        constants = {i: c for i, c in enumerate(self.output.leaves) if isinstance(c, Constant)}
+        return {
+            index: leaf
+            for index, leaf in constants.items()
+            if not isinstance(leaf.value, Given) and may_vary(leaf.value)
+        }
+
+    @property
     def returns_numbers(self) -> bool:
         """Whether something of its output is known only when it has run, and no tensor."""
-        constants = [leaf.value for leaf in self.output.leaves if isinstance(leaf, Constant)]
-        return any(may_vary(value) for value in constants if not isinstance(value, Given))
+        return any(number.argument is None for number in self.numbers.values())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module: its output, the pair if there are keepers."""
@@ -506,7 +515,7 @@ class _Run:
         self._require_expected(block)
         arguments = [value for value in values if isinstance(value, Tensor)]
         _refuse_nested(block, arguments)
-        template = self._known_output(position) or block.output.resolved(arguments)
+        template = self._known_output(position) or block.output.resolved(values)
         self._outputs.append(template)
         if self.position == self._stop:
             raise _Cut

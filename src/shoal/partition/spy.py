@@ -29,7 +29,7 @@ from shoal.partition.handed import Keepers, KeeperSearch, returned_of, run_notin
 from shoal.partition.preserve import BufferWatch, has_other
 from shoal.partition.sections import Sections
 from shoal.partition.taint import BlockOutput, Computed, Source, Sources, Taint
-from shoal.partition.template import Shape, Template, flatten, output_template
+from shoal.partition.template import Shape, Template, flatten, is_handed_on, output_template
 from shoal.partition.wires import (
     Names,
     OwnCall,
@@ -129,6 +129,7 @@ class Spy:
         self._counts: Counter[str] = Counter()
         self._own_counts: Counter[str] = Counter()
         self._uses: dict[OwnCall, set[int]] = {}
+        self._handed_on: dict[tuple[type, int], frozenset[int]] = {}  # output -> arguments
         self._depth = 0
         self._ambient: Any = None
         self._elsewhere: set[str] = set()  # blocks that it calls in another mode
@@ -158,6 +159,7 @@ class Spy:
                 sources = self._taint.of_all([loss, *leaves])
                 self.seen.gaps[-1].read |= sources
                 self._note_uses(sources)
+                self._find_numbers()
                 self._find_late_joints()
                 self._end()
 
@@ -308,6 +310,7 @@ class Spy:
             output = _apart(output, tensors)
         template = output_template(output, tensors, owner=f"block {name!r}")
         block = Block(name, module, template, keepers=keepers, num_returned=num_returned)
+        block = self._with_handed_on(block, values)
         unsure = frozenset(self._find_unsure(block.output, tensors))
         self._name_outputs(position, output, block.output, unsure)
         self.seen.blocks.append(replace(block, unsure=unsure))
@@ -368,6 +371,24 @@ class Spy:
                 or self._names.of(arguments[leaf.like]) in self._unsure
             ):
                 yield index
+
+    def _with_handed_on(self, block: Block, values: Sequence[Any] | None = None) -> Block:
+        """``block`` with the arguments that its numbers are, in all calls of its class so far."""
+        leaves = list(block.output.leaves)
+        for index, number in block.numbers.items():
+            key = type(block.module), index
+            if values is not None:
+                same = [i for i, value in enumerate(values) if is_handed_on(number.value, value)]
+                self._handed_on[key] = self._handed_on.get(key, frozenset(same)) & {*same}
+            argument = min(self._handed_on[key], default=None)
+            leaves[index] = replace(number, argument=argument)
+        return replace(block, output=replace(block.output, leaves=tuple(leaves)))
+
+    def _find_numbers(self) -> None:
+        """Joints behind numbers that later calls of their class have shown to be no arguments."""
+        blocks = self.seen.blocks = list(map(self._with_handed_on, self.seen.blocks))
+        behind = {at + 1 for at, block in enumerate(blocks[:-1]) if block.returns_numbers}
+        self.seen.found = sorted({*self.seen.found, *behind})
 
     def _name_outputs(
         self, position: int, output: Any, template: Template, unsure: frozenset[int]

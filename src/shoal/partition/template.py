@@ -25,9 +25,20 @@ _CONSTANTS = (
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """An argument that is no tensor and that a call cannot change."""
+    """An argument that is no tensor and that a call cannot change; or what a module returns so.
+
+    ``argument`` is the index of the leaf of its call that a block hands on.
+    """
 
     value: Any
+    argument: int | None = None
+
+    def resolved(self, values: Sequence[Any]) -> Constant:
+        """As it is for a call with these leaves."""
+        if self.argument is None or self.argument >= len(values):
+            return self
+        value = values[self.argument]
+        return self if isinstance(value, Tensor) else replace(self, value=value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,10 +108,13 @@ class Template:
     leaves: tuple[Shape | Constant, ...]
     firsts: tuple[int, ...]
 
-    def resolved(self, arguments: Sequence[Tensor]) -> Template:
-        """This template with the sizes it has for these arguments."""
+    def resolved(self, values: Sequence[Any]) -> Template:
+        """This template with the sizes and constants it has for a call with these leaves."""
+        arguments = [value for value in values if isinstance(value, Tensor)]
         leaves = tuple(
-            replace(leaf, size=leaf.resolve(arguments)) if isinstance(leaf, Shape) else leaf
+            replace(leaf, size=leaf.resolve(arguments))
+            if isinstance(leaf, Shape)
+            else leaf.resolved(values)
             for leaf in self.leaves
         )
         return replace(self, leaves=leaves)
@@ -223,6 +237,12 @@ def may_vary(value: Any) -> bool:
     if is_dataclass(value) and not isinstance(value, type):
         return any(may_vary(getattr(value, part.name)) for part in fields(value))
     return callable(value) and _holds_something(value)
+
+
+def is_handed_on(value: Any, argument: Any) -> bool:
+    """May a number that a block returns be an argument of its? A function or a record is none."""
+    plain = not (callable(value) or is_dataclass(value) or isinstance(argument, Tensor))
+    return plain and is_same_constant(value, argument)
 
 
 def _holds_something(function: Any) -> bool:

@@ -128,6 +128,67 @@ def test_words_that_are_others_for_another_batch_are_refused(make_recipe):
         sharded_backward(chain, few, every_layer(chain))
 
 
+class Sized(nn.Linear):
+    """Hands on the sizes that it is given, or what ``sizes`` makes of them."""
+
+    def __init__(self, sizes):
+        super().__init__(8, 8)
+        self.sizes = sizes
+
+    def forward(self, x, size, scale=1.5):
+        rows, columns = size
+        return super().forward(x) * rows, self.sizes(self, rows, columns), scale
+
+
+class HandedOn(nn.Module):
+    def __init__(self, sizes):
+        super().__init__()
+        self.enter, self.leave = nn.Linear(6, 8), nn.Linear(8, 5)
+        self.blocks = nn.ModuleList(Sized(sizes) for _ in range(4))
+
+    def forward(self, x):
+        size, x = (len(x), 8), self.enter(x)
+        scale = size[0] / 3
+        for block in self.blocks:
+            x, size, scale = block(x, size, scale)
+        return self.leave(x) * size[0] * scale
+
+
+def odd_one(block, rows, columns):
+    return (rows, columns) if block.bias[0] < 1 else (rows + int(block.bias[0]), columns)
+
+
+SIZES = {
+    "as they are": (lambda block, rows, columns: (rows, columns), ()),
+    "exchanged": (lambda block, rows, columns: (columns, rows), ()),
+    "another number": (lambda block, rows, columns: (rows, columns + rows), (1, 2, 3)),
+    "otherwise in one block": (odd_one, (1, 2, 3)),
+}
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_a_number_that_is_handed_on_is_the_batchs_own_without_a_joint(
+    sizes, assert_bitwise, make_recipe
+):
+    torch.manual_seed(3)
+    batches = [(torch.randn(n, 6), torch.randint(0, 5, (n,))) for n in (4, 4, 3)]
+    made, joints = SIZES[sizes]
+    model = HandedOn(made)
+    with torch.no_grad():
+        model.blocks[2].bias[0] += 3
+    chain = build_chain(model, make_recipe(model), batches[0], CPU)
+    assert chain.skeleton.sections.joints == joints
+    assert_bitwise(model, batches)
+
+
+def test_a_number_that_is_handed_on_no_more_is_refused(make_recipe):
+    model = HandedOn(lambda block, rows, columns: (min(rows, 4), columns))
+    some, more = ((torch.randn(n, 6), torch.randint(0, 5, (n,))) for n in (4, 5))
+    chain = build_chain(model, make_recipe(model), some, CPU)
+    with pytest.raises(TrialError, match=r"'blocks.0' behaves .* output 1 is 4, and was 5"):
+        sharded_backward(chain, more, every_layer(chain))
+
+
 def test_constants_are_told_apart_by_type_and_value():
     made = [lambda: 1 for _ in range(2)]
     same = [(1, 1), (float("nan"), float("nan")), (None, None), made, (len, len), (Told, Told)]
