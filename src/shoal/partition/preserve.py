@@ -191,6 +191,16 @@ class BufferWatch:
             if name not in self._before or not same_values(buffer, self._before[name][2])
         }
 
+    def changed_themselves(self) -> set[str]:
+        """Those that are changed, but for views of a memory in which only others have been.
+
+        Views of one memory have one version: it tells of none which it is.
+        """
+        other = self.have_other_values()
+        memories = {storage_key(buffer) for name, buffer in self._buffers() if name in other}
+        changed = {name: buffer for name, buffer in self._buffers() if name in self.changed()}
+        return {n for n, b in changed.items() if n in other or storage_key(b) not in memories}
+
     def added(self) -> set[str]:
         """Names of the buffers that were not there at the start."""
         return {name for name, _ in self._buffers()} - set(self._before)

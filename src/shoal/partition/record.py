@@ -23,9 +23,9 @@ class Record:
     """What a plain training forward did.
 
     ``cloned`` are wires that a later layer changes in place, or that share memory with one: a
-    shard that receives one works on a copy. ``recomputes`` says that a section reads what was
-    computed in an earlier one and has no name, so that it is computed again. ``made`` are the
-    wires as they were made.
+    shard that receives one works on a copy; and those that are memory of a buffer. ``recomputes``
+    says that a section reads what was computed in an earlier one and has no name, so that it is
+    computed again. ``made`` are the wires as they were made.
     """
 
     blocks: tuple[Block, ...]
@@ -64,7 +64,6 @@ def make_record(model: nn.Module, seen: Seen) -> Record:
     _require_blind(seen)
     sections = Sections(last, seen.joints)
     sheet = _sheet(sections, seen)
-    _require_no_changing_buffer(model, sections, seen, sheet)
     return Record(
         blocks=tuple(seen.blocks),
         sheet=sheet,
@@ -82,7 +81,9 @@ def make_record(model: nn.Module, seen: Seen) -> Record:
             if isinstance(source, str)
         ),
         needs_grad=_needing_gradients(sections, seen, sheet),
-        cloned=frozenset(_cloned(sections, seen, sheet)),
+        cloned=frozenset(
+            _handed_buffers(model, sections, seen, sheet) | _cloned(sections, seen, sheet)
+        ),
         changing_buffers=_changing_buffers(model, sections, seen),
         recomputes=any(
             sections.of_block(source.position) != sections.of_block(position)
@@ -120,22 +121,59 @@ def _require_blind(seen: Seen) -> None:
             )
 
 
-def _require_no_changing_buffer(
+def _handed_buffers(
     model: nn.Module, sections: Sections, seen: Seen, sheet: CallSheet
-) -> None:
-    """Raise NotCuttable if the forward itself hands on the memory of a buffer that changes.
+) -> set[Wire]:
+    """Wires by which the forward itself hands on a buffer that changes, as it is when it has.
 
-    Where it is run again, and where shards take turns, that has other values than at first.
+    Raises:
+        NotCuttable: it changes elsewhere too. Where the forward is run again, and where shards
+            take turns, it has other values than at first.
     """
-    names = {storage_key(model.get_buffer(name)): name for name in seen.buffers}
-    for wire in sheet.last_reader if names else ():
-        name = names.get(storage_key(seen.made[wire]))
-        if name is not None and sections.headed_by(wire.layer) is not None:
-            raise NotCuttable(
-                f"its forward hands the buffer {name!r}, which changes in each forward, from one "
-                "layer to another, and where one runs again the buffer has changed again. Where "
-                "the block that it is in runs before the others, have it return the buffer"
-            )
+    handed: set[Wire] = set()
+    changing = {name: model.get_buffer(name) for name in sorted(seen.rewritten)}
+    for wire in sheet.last_reader if changing else ():
+        section = sections.headed_by(wire.layer)
+        tensor = seen.made[wire]
+        of = [name for name, b in changing.items() if section is not None and _overlap(b, tensor)]
+        for name in of:
+            if "<" in wire.slot or not _changes_first(model, name, section or 0, sections, seen):
+                raise NotCuttable(
+                    f"its forward hands the buffer {name!r}, which changes in each forward, from "
+                    "one layer to another, and where one runs again the buffer has changed again. "
+                    "Where the block that it is in runs before the others, have it return the "
+                    "buffer"
+                )
+            handed.add(wire)
+    return handed
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Does one begin before the other ends, in one memory?"""
+    if storage_key(one) != storage_key(other):
+        return False
+    (start, stop), (first, last) = _extent(one), _extent(other)
+    return start < last and first < stop
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """The bytes of its memory between which it lies."""
+    size, start = tensor.element_size(), int(tensor.storage_offset())
+    steps = ((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return start * size, (start + int(sum(steps)) + 1) * size
+
+
+def _changes_first(
+    model: nn.Module, name: str, section: int, sections: Sections, seen: Seen
+) -> bool:
+    """Do modules alone change a buffer, all of them before the first block of a section?"""
+    start = sections.blocks_of(section).start
+    if _layers_of_buffer(model, name, sections, seen) != {sections.head(section)}:
+        return False
+    if any(name in gap.buffers for at, gap in enumerate(seen.gaps) if at != start):
+        return False
+    held = (b for _, module in seen.gaps[start].modules for b in module.buffers())
+    return any(model.get_buffer(name) is buffer for buffer in held)
 
 
 def _sheet(sections: Sections, seen: Seen) -> CallSheet:

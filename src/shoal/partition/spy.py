@@ -78,6 +78,7 @@ class Seen:
     changed: list[tuple[int, int]] = field(default_factory=list)  # storage, block's position
     skipped: list[str] = field(default_factory=list)  # blocks that it did not call
     buffers: frozenset[str] = frozenset()  # that it changed
+    rewritten: frozenset[str] = frozenset()  # those of them whose own elements it changed
     written: frozenset[str] = frozenset()  # parameters that it wrote to itself
     draws: bool = False  # random numbers, outside of all modules
     by_gradients: bool = False  # operators whose bits may depend on them
@@ -512,6 +513,7 @@ class Spy:
         self._find_written()
         self.seen.by_gradients = self._taint.by_gradients
         self.seen.buffers = frozenset(self._buffers.changed())
+        self.seen.rewritten = frozenset(self._buffers.changed_themselves())
         if self._buffers.added():
             names = ", ".join(sorted(self._buffers.added()))
             raise NotCuttable(f"the forward adds buffers: {names}")

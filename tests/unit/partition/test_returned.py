@@ -240,3 +240,65 @@ def test_a_buffer_that_a_block_returns_is_as_it_was_for_that_batch(make_recipe):
     before = {wire: tensor.clone() for wire, tensor in made.items()}
     run_forward(chain, second, 0, 2, {})
     assert all(torch.equal(tensor, before[wire]) for wire, tensor in made.items())
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x, scale):
+        return self.layer(x) * (1 + scale)
+
+
+class Measuring(nn.Module):
+    """Keeps a mean of its input, in one memory with a factor that stays."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean, self.factor = torch.full((16,), 0.3).chunk(2)
+        for name in ("mean", "factor"):
+            self.register_buffer(name, self.__dict__.pop(name))
+
+    def forward(self, x):
+        if self.training:
+            self.mean.mul_(0.9).add_(x.detach().mean(0))
+        return x
+
+
+class Measured(Blocks):
+    """Hands a buffer of what runs before the blocks to them."""
+
+    def __init__(self, buffer="mean", *, again=False):
+        super().__init__(Scaled)
+        self.measure, self.buffer, self.again = Measuring(), buffer, again
+
+    def body(self, x):
+        x = self.measure(x)
+        for block in self.blocks:
+            x = block(x, getattr(self.measure, self.buffer))
+            x = self.measure(x) if self.again else x
+        return x
+
+
+@pytest.mark.parametrize("buffer", ["mean", "factor"])
+def test_a_buffer_of_what_runs_before_the_blocks_is_as_it_was_for_that_batch(
+    buffer, assert_bitwise, make_recipe
+):
+    torch.manual_seed(3)
+    batches = [(torch.randn(n, 6), torch.zeros(n).long()) for n in (4, 4, 3)]
+    model = Measured(buffer)
+    assert_bitwise(model, batches)
+    chain = build_chain(model, make_recipe(model), batches[0], CPU)
+    first, second = chain.begin(batches[0]), chain.begin(batches[1])
+    made = run_forward(chain, first, 0, 2, {})
+    before = {wire: tensor.clone() for wire, tensor in made.items()}
+    run_forward(chain, second, 0, 2, {})
+    assert all(torch.equal(tensor, before[wire]) for wire, tensor in made.items())
+
+
+def test_a_buffer_that_changes_between_blocks_too_is_refused(make_recipe):
+    model = Measured(again=True)
+    batch = torch.randn(4, 6), torch.zeros(4).long()
+    with pytest.raises(NotCuttable, match=r"hands the buffer 'measure.mean', which changes"):
+        build_chain(model, make_recipe(model), batch, CPU)
