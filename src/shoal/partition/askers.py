@@ -52,6 +52,7 @@ PLACES = (
     *((Tensor, "matmul"), (Tensor, "__matmul__"), (torch, "matmul"), (torch.linalg, "matmul")),
     *((torch.linalg, name) for name in ("svdvals", "eigvalsh", "lstsq", "cond", "matrix_rank")),
     *((torch.linalg, name) for name in ("norm", "matrix_norm")),
+    *((torch, "svd"), (Tensor, "svd"), (torch, "nuclear_norm")),
 )
 """Where code finds operations that ask themselves: the same samples have said so."""
 

@@ -64,12 +64,18 @@ FORWARDS = {
     "one for all others": lambda x: torch.matmul(x[1, :1].mT, other=x[0]),
     "by a method": lambda x: x[1, :1].mT.matmul(x[0]),
     "singular values": lambda x: torch.linalg.svdvals(x.mT),
+    "singular values without vectors": lambda x: torch.svd(x, compute_uv=False)[1],
+    "those by a method": lambda x: x.svd(True, False)[1],
     "nuclear norm": lambda x: torch.linalg.matrix_norm(x, "nuc"),
+    "nuclear norm by its own name": lambda x: torch.nuclear_norm(x, (-2, -1)),
+    "nuclear norm among others": lambda x: torch.norm(x, "nuc", dim=(-2, -1)),
+    "nuclear norm by a method": lambda x: x[0, 0].norm("nuc"),
     "condition": lambda x: torch.linalg.cond(x, None),
     "eigenvalues": lambda x: torch.linalg.eigvalsh(x.mT @ x),
 }
 
 
+@pytest.mark.filterwarnings("ignore:at..nuclear_norm is deprecated")
 @pytest.mark.parametrize("is_trained", [False, True])
 @pytest.mark.parametrize("name", FORWARDS)
 def test_an_operation_that_is_counted_has_the_bits_of_one_that_is_not(name, is_trained):
