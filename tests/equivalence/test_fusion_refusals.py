@@ -125,13 +125,37 @@ def batches(width=3):
         (draws_numpy, "draws from NumPy, which has one stream for all slots"),
         (branches, "control flow that depends on the data"),
         pytest.param(checkpoints, "runs again in the backward", marks=NEWER),
-        (says_where_memory_begins, "as_strided is told where in the memory of a weight or buffer"),
+        (says_where_memory_begins, "as_strided is told where in the memory of a tensor"),
         (goes_sparse, "the backward of all slots at once fails: Could not run 'aten::select_b"),
         (writes_behind, "it gives a tensor other memory by .data"),
     ],
 )
 def test_a_model_with_an_odd_forward_is_declined_with_the_reason(odd, reason):
     assert reason in dry_run(members(odd), batches())
+
+
+ATEN = torch.ops.aten
+BY_PLACE = {
+    "torch": lambda w: torch.as_strided(w, (2,), (1,), 0),
+    "by name": lambda w: torch.as_strided(input=w, size=(2,), stride=(1,), storage_offset=0),
+    "operator": lambda w: ATEN.as_strided(w, (2,), (1,), 0),
+    "overload": lambda w: ATEN.as_strided.default(w, (2,), (1,), 0),
+    "in place": lambda w: w.detach().as_strided_((2,), (1,), 0),
+    "copy": lambda w: torch.as_strided_copy(w, (2,), (1,), storage_offset=0),
+    "copy by the operator": lambda w: ATEN.as_strided_copy.default(w, (2,), (1,), 0),
+    "scatter": lambda w: torch.as_strided_scatter(w, w[0, :2], (2,), (1,), 0),
+    "scatter by the method": lambda w: w.as_strided_scatter(w[0, :2], (2,), (1,), 0),
+    "scatter by the operator": lambda w: ATEN.as_strided_scatter(w, w[0, :2], (2,), (1,), 0),
+    "scatter elsewhere": lambda w: (2 * w).as_strided_scatter(w[0, :2], (2,), (1,), 0),
+}
+
+
+@pytest.mark.parametrize("how", BY_PLACE)
+def test_a_view_by_a_place_in_memory_is_declined_by_whichever_name(how):
+    def odd(net, x):
+        return x * BY_PLACE[how](net.layer.weight).sum()
+
+    assert "as_strided is told where in the memory of a tensor" in dry_run(members(odd), batches())
 
 
 @pytest.mark.parametrize("odd", [branches, counts, assigns, writes, checkpoints, goes_sparse])

@@ -17,9 +17,9 @@ PARTS = 8
 SAMPLES = 2  # of each operator, each as a function, as a method and in place
 
 DECLINED = {  # an operator: the words in which an array does, or a dry run
-    "as_strided": "as_strided is told where in the memory of a weight or buffer to begin",
-    "as_strided.partial_views": "as_strided is told where in the memory of a weight or buffer",
-    "as_strided_scatter": "one step as an array is not the step alone",
+    "as_strided": "as_strided is told where in the memory of a tensor to begin",
+    "as_strided.partial_views": "as_strided is told where in the memory of a tensor to begin",
+    "as_strided_scatter": "as_strided is told where in the memory of a tensor to begin",
     "to_sparse": "the backward of all slots at once fails: Could not run 'aten::select_backward'",
     "linalg.pinv.singular": "these trials cannot share an array: parameter 'part.t",
 }

@@ -64,6 +64,6 @@ REPLACED = (
 )
 
 OF_ALL_TRIALS = (
-    "as_strided is told where in the memory of a weight or buffer to begin (storage_offset), and "
+    "as_strided is told where in the memory of a tensor to begin (storage_offset), and "
     "in an array that memory is all trials' (without it a view begins where the tensor does)"
 )

@@ -12,7 +12,7 @@ that does not look for modes is run with it on.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -82,9 +82,25 @@ FREEZING = frozenset((Tensor.requires_grad_, Tensor.requires_grad.__set__))  # t
 REPLACING = Tensor.data.__set__  # type: ignore[attr-defined]
 """Gives a tensor other memory. Slot by slot that would be the memory of a row's alias."""
 
-STRIDED = frozenset((torch.as_strided, Tensor.as_strided))
+NAMES_STRIDED = ("as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter")
+
+
+def _strided() -> Iterator[Callable[..., Any]]:
+    """By whichever name code calls them: of torch, of tensors, operators and their overloads."""
+    for name in NAMES_STRIDED:
+        operator = getattr(torch.ops.aten, name)
+        yield from (operator, *(getattr(operator, overload) for overload in operator.overloads()))
+        yield from (
+            vars(owner)[name] for owner in (torch, torch._C.TensorBase) if name in vars(owner)
+        )
+
+
+STRIDED = frozenset(_strided())
 """May be told from which number in memory on, which torch's batching heeds. Slot by slot, as
 short batches run, it would be the first slot's number, where memory is that of rows."""
+
+SCATTERED = frozenset(f for f in STRIDED if "scatter" in f.__name__)
+"""Of them what torch does not batch: slot by slot, also of what is no row."""
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -148,7 +164,7 @@ class SlotMode(TorchFunctionMode):
             return self._slots.each(func, args, kwargs)
         if func == REPLACING and self._slots.has_values(args[0]):
             raise Unbatched("it gives a tensor other memory by .data.")
-        if func in STRIDED and self._says_where(*args, **kwargs):
+        if func in STRIDED and self._says_where(func, args, kwargs):
             raise OfMemory(OF_ALL_TRIALS)
         if func in FREEZING and self._slots.asks_gradient(*args, **kwargs):
             return args[0]
@@ -243,13 +259,16 @@ class SlotMode(TorchFunctionMode):
         with plainly():
             return self._slots.outside.holds(self._slots.stacked(input).all())
 
-    def _says_where(
-        self, input: Tensor, size: Any, stride: Any, storage_offset: int | None = None
-    ) -> bool:
-        """Whether code says where in a weight's or a buffer's memory a view of it begins."""
-        return storage_offset is not None and self._slots.are_rows(
-            self._slots.level.open(input)[0]
-        )
+    def _says_where(self, func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+        """Whether code says where a view begins, in memory that all slots have in common."""
+        at = 4 if func in SCATTERED else 3
+        given = args[at] if len(args) > at else kwargs.get("storage_offset")
+        input = args[0] if args else kwargs.get("input", kwargs.get("self"))
+        if given is None:
+            return False
+        if func in SCATTERED and self._slots.has_values(input):
+            return True
+        return self._slots.are_rows(self._slots.level.open(input)[0])
 
     def _draw(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if kwargs.get("generator") is not None:
