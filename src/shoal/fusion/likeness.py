@@ -45,20 +45,31 @@ APART = 2**-5
 """By what part of itself a trained weight is less from one equal member to the next."""
 
 
-def set_apart(members: Sequence[Member]) -> None:
-    """Have trained weights with which several members begin be others in each of them.
+def set_apart(members: Sequence[Member]) -> bool:
+    """Have trained weights with which several members begin be others in each; whether any were.
 
     What goes from one slot to another shows where slots differ: trials of one seed do from their
     second step on, and so do biases and gates that begin at 0.
     """
+    found = False
+    rest = [dict(member.module.named_parameters()) for member in members[1:]]
     for name, weight in members[0].module.named_parameters():
-        others = [member.module.get_parameter(name) for member in members[1:]]
+        others = [parameters[name] for parameters in rest]
         if not weight.requires_grad or not any(torch.equal(weight, other) for other in others):
             continue
+        found = True
         with torch.no_grad():
             for slot, other in enumerate(others, 1):
                 part = 1 / (1 + slot * APART)
                 other.copy_(torch.where(other == 0, 1 - part, other * part))
+    return found
+
+
+class Comparison(NamedTuple):
+    """How an array differs from training alone, in words; whether every slot's numbers told."""
+
+    words: str
+    is_told: bool
 
 
 def as_double(batch: Any) -> Any:

@@ -24,7 +24,7 @@ from torch import Tensor
 from shoal.fusion.array import Array
 from shoal.fusion.declined import Declined
 from shoal.fusion.effects.globals import global_settings
-from shoal.fusion.likeness import as_double, close, copies, numpy_stream, set_apart
+from shoal.fusion.likeness import Comparison, as_double, close, copies, numpy_stream, set_apart
 from shoal.fusion.member import Member, in_streams
 from shoal.recipes.ownstep import Losses, OwnStep
 from shoal.rng import same_rng
@@ -42,8 +42,25 @@ def own_dry_run(members: Sequence[Member], batches: Sequence[Any], device: torch
         Declined: they cannot be compared, or cannot run as one.
         torch.OutOfMemoryError: the device has no room for this.
     """
-    members = copies(members)
-    set_apart(members)
+    apart = copies(members)
+    if set_apart(apart):
+        try:
+            found = _compared(apart, batches, device)
+        except (torch.OutOfMemoryError, MemoryError):
+            raise
+        except Exception:  # its code goes by what they begin with
+            pass
+        else:
+            if found.is_told:
+                return found.words
+    del apart  # the room they take
+    return _compared(members, batches, device).words
+
+
+def _compared(
+    members: Sequence[Member], batches: Sequence[Any], device: torch.device
+) -> Comparison:
+    """A step of copies as an array, and alone."""
     alone, together, later = _wide(members), _wide(members), _wide(members[:1])[0]
     wide = [as_double(batch) for batch in batches]
     with _in_float64():
@@ -59,17 +76,21 @@ def own_dry_run(members: Sequence[Member], batches: Sequence[Any], device: torch
             )
         array = Array(together, device=device)
         stepped = array.step(wide)
+    is_told = not stepped.failures and all(map(math.isfinite, stepped.losses))
     for slot, one in enumerate(found):
         if isinstance(one, Exception):
+            is_told = False
             continue  # its own code raises, alone too
         if slot in stepped.failures:
             error = stepped.failures[slot]
-            return f"slot {slot} fails as part of an array: {type(error).__name__}: {error}"
+            words = f"slot {slot} fails as part of an array: {type(error).__name__}: {error}"
+            return Comparison(words, False)
         rounded = _Rounded(members[slot], wide[slot], device)
         words = _difference(slot, one, alone[slot], stepped.losses[slot], array, rounded)
         if words:
-            return f"one step as an array is not the step alone: slot {slot}: {words}."
-    return ""
+            words = f"one step as an array is not the step alone: slot {slot}: {words}."
+            return Comparison(words, True)
+    return Comparison("", is_told)
 
 
 def _wide(members: Sequence[Member]) -> list[Member]:

@@ -105,3 +105,68 @@ def test_what_goes_from_slot_to_slot_is_found_where_all_begin_alike(own, begins,
     words = dry_run(members(recipe, lambda rate: Rolled(begins)), [torch.ones(2, 8)] * 3)
 
     assert "one step as an array is not the step alone: slot 0: " in words
+
+
+class Begun(nn.Module):
+    """Code that goes by the numbers with which every trial begins."""
+
+    def __init__(self, how):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.how = nn.Linear(8, 4), how
+        self.gate, self.unit = nn.Parameter(torch.zeros(())), nn.Parameter(torch.full((4,), 0.5))
+
+    def forward(self, x):
+        return GOES_BY[self.how](self, self.layer(x))
+
+
+def stands_on_the_unit_sphere(net, y):
+    assert abs(float(net.unit.detach().norm()) - 1) < 1e-4
+    return y * net.unit
+
+
+GOES_BY = {
+    "truth": lambda net, y: y if net.gate == 0 else y * net.gate,
+    "number": lambda net, y: y + net.gate if net.gate.item() == 0 else y,
+    "assertion": stands_on_the_unit_sphere,
+    "domain": lambda net, y: y * torch.acosh(2 * net.unit + 1e-3),
+}
+
+
+@pytest.mark.parametrize("how", GOES_BY)
+@pytest.mark.parametrize("own", [None, step])
+def test_code_that_goes_by_what_all_begin_with_trains_as_one(own, how):
+    recipe = Recipe(
+        model=lambda hp: None,
+        data=lambda hp: ([], None),
+        **({"step": own} if own else {"loss": loss}),
+    )
+
+    assert dry_run(members(recipe, lambda rate: Begun(how)), [torch.ones(2, 8)] * 3) == ""
+
+
+@pytest.mark.parametrize("own", [None, step])
+def test_where_other_numbers_fail_those_are_compared_with_which_trials_begin(own, monkeypatch):
+    def rolled(net, y):
+        assert net.gate == 0
+        return y + torch.roll(y.detach().mean(), 1)
+
+    monkeypatch.setitem(GOES_BY, "rolled", rolled)
+    monkeypatch.delitem(RULES, torch.roll)
+    how = {"step": own} if own else {"loss": loss}
+    recipe = Recipe(model=lambda hp: None, data=lambda hp: ([], None), **how)
+    batches = [torch.full((2, 8), number) for number in (1.0, 2.0, 3.0)]
+
+    words = dry_run(members(recipe, lambda rate: Begun("rolled")), batches)
+
+    assert "one step as an array is not the step alone: slot 0: " in words
+
+
+def test_a_model_may_have_a_method_that_is_called_as_one_of_torch_s():
+    class Keyed(nn.Linear):
+        def get_parameter(self, key, default=None):
+            raise KeyError(key)
+
+    recipe = Recipe(model=lambda hp: None, data=lambda hp: ([], None), step=step)
+
+    assert dry_run(members(recipe, lambda rate: Keyed(8, 4)), [torch.ones(2, 8)] * 3) == ""
