@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass
-from types import CellType, CodeType, FunctionType, ModuleType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, ClassVar
 
 import cloudpickle
@@ -37,6 +37,7 @@ from shoal.source import MAINS, MODULE_NAME, Change, Named, cached, with_changes
 _WARN_BYTES = 16 * 2**20
 _MOST_ROUNDS = 3  # until no more modules, and no large values, are found that go
 _WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
+_CODE = (FunctionType, type, functools.partial, MethodType)
 _NO_FILE = "<dynamic-code>"  # what cloudpickle puts in the place of a file's name
 
 
@@ -239,6 +240,22 @@ def _home(function: FunctionType) -> ModuleType | None:
     return module if is_from else None
 
 
+def _is_of_class_by_value(function: FunctionType) -> bool:
+    """Whether ``super()`` is asked in it of a class that no name finds."""
+    names = function.__code__.co_freevars
+    cell = dict(zip(names, function.__closure__ or (), strict=True)).get("__class__")
+    try:
+        kind = cell.cell_contents if cell is not None else None
+    except ValueError:  # the class is being made
+        return False
+    if not isinstance(kind, type):
+        return False
+    found: Any = sys.modules.get(kind.__module__)
+    for part in kind.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return found is not kind
+
+
 class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]  # it has no types
     """Code keeps the name of its file, so that tracebacks and warnings show the user's lines.
 
@@ -300,6 +317,8 @@ class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]  # it has no typ
             return importlib.import_module, (value.__name__,)
         if isinstance(value, FunctionType) and value.__globals__.get("__name__") in MAINS:
             return self._of_main(value)
+        if isinstance(value, FunctionType) and _is_of_class_by_value(value):
+            return self._dynamic_function_reduce(value)
         if isinstance(value, CustomOpDef):
             return _where_defined(value)
         return super().reducer_override(value)
@@ -326,7 +345,8 @@ class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]  # it has no typ
         reduced: tuple[Any, ...] = super()._dynamic_function_reduce(function)
         if _home(function) is not None:
             _, parts = reduced[2]
-            parts["__globals__"] = {}  # they are there
+            named = parts["__globals__"].items()  # what is no code is there as it is here
+            parts["__globals__"] = {name: one for name, one in named if isinstance(one, _CODE)}
         return reduced
 
     def _function_getnewargs(self, function: FunctionType) -> tuple[Any, ...]:

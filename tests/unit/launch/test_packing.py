@@ -99,19 +99,32 @@ def test_a_class_that_a_decorator_took_the_place_of_has_its_modules_globals(monk
         "    class Replaced(kind):\n"
         "        def made(self):\n"
         "            return super().made()\n"
+        "        def helped(self):\n"
+        "            return helper()\n"
         "    return Replaced\n\n"
+        "def helper():\n"
+        "    return 1\n\n"
+        "def returning(value):\n"
+        "    return lambda: value\n\n"
         "GAIN = [1.0]\n"
         "@replaced\n"
         "class Inner:\n"
         "    def made(self):\n"
         "        return globals()['GAI' + 'N']\n\n"
+        "class Base:\n"
+        "    def kept(self):\n"
+        "        return 5\n\n"
         "@replaced\n"
-        "class Outer:\n"
+        "class Outer(Base):\n"
+        "    def kept(self):\n"
+        "        return super().kept()\n"
         "    def made(self):\n"
         "        return globals()['In' + 'ner']()\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    outer = packing._dumps(importlib.import_module("replacing").Outer)
+    replacing = importlib.import_module("replacing")
+    replacing.helper = replacing.returning(7)  # no name finds it
+    outer = packing._dumps(replacing.Outer)
     monkeypatch.delitem(sys.modules, "replacing")
     (tmp_path / "outer").write_bytes(outer)
     code = (
@@ -119,6 +132,7 @@ def test_a_class_that_a_decorator_took_the_place_of_has_its_modules_globals(monk
         "outer = cloudpickle.load(open('outer', 'rb'))\n"
         "assert outer is not replacing.Outer\n"
         "assert outer().made().made() is replacing.GAIN\n"
+        "assert (outer().kept(), outer().helped(), replacing.helper()) == (5, 7, 7)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, check=True)
