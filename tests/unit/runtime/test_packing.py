@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
-from enum import IntEnum
+from enum import Enum, IntEnum, IntFlag
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,6 +17,8 @@ from shoal.runtime.saving.packing import Packer, unpack
 
 Span = namedtuple("Span", "first last")
 Way = IntEnum("Way", "THERE BACK")
+Ways = IntFlag("Ways", "LEFT RIGHT")
+Odd = Enum("Odd", {"NAN": float("nan"), "CODE": len})
 
 
 VALUES = [
@@ -37,14 +40,16 @@ VALUES = [
     torch.bfloat16,
     torch.Size([2, 3]),
     (1, [np.float32(2), None]),
-    {1, 2},
-    frozenset({"a"}),
+    1 - 2.5j,
     deque([1, 2], maxlen=3),
     deque(),
     Counter({3: 2}),
     OrderedDict(b=1, a=2),
     {(1, 2): {"x": deque([np.int8(3)])}},
     Way.BACK,
+    Ways.LEFT | Ways.RIGHT,
+    Odd.NAN,
+    Odd.CODE,
     Span(1, [Way.THERE, Span(2.0, None)]),
 ]
 
@@ -107,6 +112,9 @@ LOCAL = SimpleNamespace(
         (LOCAL.Mode.UP, "Mode, which is in no module"),
         (defaultdict(lambda: 3), "defaultdict whose default is made by <lambda>"),
         (np.array(["a"]), "ndarray"),
+        (np.ma.masked_array([1.0], [True]), "MaskedArray"),
+        ({1, 2}, "set"),
+        (defaultdict(partial(int)), "defaultdict whose default is made by partial"),
         (object(), "object"),
     ],
     ids=lambda value: type(value).__name__,
@@ -132,7 +140,7 @@ def test_a_record_that_was_not_packed_is_refused(record):
 
 
 def test_a_member_of_a_class_that_is_not_there_is_its_value():
-    record = {"enum": ["nowhere", "Way", 2]}, {"named": ["nowhere", "Span", [1, 2]]}
-    assert [unpack(one, {}) for one in record] == [2, (1, 2)]
-    record = {"enum": ["collections", "Counter", 2]}, {"named": ["torch", "Size", [1, 2]]}
-    assert [unpack(one, {}) for one in record] == [2, (1, 2)]
+    for place in (["nowhere", "Way"], ["collections", "Counter"], ["torch", "Size"]):
+        assert unpack({"enum": [*place, "BACK"]}, {}) == "BACK"
+        assert unpack({"enum": [*place, {"value": 3}]}, {}) == 3
+        assert unpack({"named": [*place, [1, 2]]}, {}) == (1, 2)

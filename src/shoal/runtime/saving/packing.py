@@ -23,9 +23,10 @@ from shoal.rng import RngState
 
 PREFIX = "packed|"
 _KINDS = frozenset("biufcmM")  # of NumPy's types: those whose bytes are all there is to a value
-_SEQUENCES = {"set": set, "frozenset": frozenset, "size": torch.Size, "list": list, "tuple": tuple}
+_SEQUENCES = {"size": torch.Size, "list": list, "tuple": tuple}
 _MAPPINGS = {"counter": Counter, "ordered": OrderedDict, "dict": dict}
-_FACTORIES = {kind.__name__: kind for kind in (int, float, bool, str, list, dict, set)}
+_UNREADABLE = (LookupError, ValueError, TypeError, ArithmeticError, AttributeError, RecursionError)
+_FACTORIES = {kind.__name__: kind for kind in (int, float, bool, str, list, dict)}
 
 
 class Packer:
@@ -43,15 +44,19 @@ class Packer:
         if isinstance(value, np.generic) and value.dtype.kind in _KINDS:
             return {"numpy": [value.dtype.str, value.tobytes().hex()]}
         if isinstance(value, Enum):
-            return {"enum": [*_place_of(value), self.pack(value.value)]}
+            return {"enum": [*_place_of(value), self._member(value)]}
         if isinstance(value, tuple) and hasattr(value, "_fields"):
+            if getattr(value, "__dict__", None):
+                raise _no_rule(value, ", which has attributes of its own,")
             return {"named": [*_place_of(value), self._packed(value)]}
         if value is None or isinstance(value, bool | int | float | str):
             return value
         if isinstance(value, Tensor):
             return {"tensor": self._keep(value)}
-        if isinstance(value, np.ndarray) and value.dtype.kind in _KINDS:
+        if type(value) is np.ndarray and value.dtype.kind in _KINDS:
             return {"ndarray": self._array(value)}
+        if isinstance(value, complex):
+            return {"complex": [value.real, value.imag]}
         if isinstance(value, torch.dtype):
             return {"dtype": str(value).removeprefix("torch.")}
         if isinstance(value, RngState):
@@ -67,16 +72,22 @@ class Packer:
             return self._mapping(value)
         raise _no_rule(value)
 
+    def _member(self, member: Enum) -> Any:
+        """Its name; of flags that have none together, their value."""
+        name = member.name
+        return {"value": self.pack(member.value)} if name not in type(member).__members__ else name
+
     def _packed(self, items: Iterable[Any]) -> list[Any]:
         return [self.pack(item) for item in items]
 
     def _mapping(self, value: Mapping[Any, Any]) -> dict[str, Any]:
         pairs = [[self.pack(k), self.pack(v)] for k, v in value.items()]
         if isinstance(value, defaultdict):
-            factory = getattr(value.default_factory, "__name__", None)
-            if value.default_factory not in (None, *_FACTORIES.values()):
-                raise _no_rule(value, f" whose default is made by {factory}")
-            return {"defaultdict": [factory, pairs]}
+            factory = value.default_factory
+            if factory is not None and not any(factory is known for known in _FACTORIES.values()):
+                made = getattr(factory, "__name__", type(factory).__name__)
+                raise _no_rule(value, f" whose default is made by {made}")
+            return {"defaultdict": [factory and factory.__name__, pairs]}
         kind = next((kind for kind, of in _MAPPINGS.items() if isinstance(value, of)), "dict")
         return {kind: pairs}
 
@@ -109,7 +120,7 @@ def unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     """
     try:
         return _unpack(value, tensors)
-    except (KeyError, ValueError, TypeError, RecursionError) as error:
+    except _UNREADABLE as error:
         raise StorageError(
             f"the record of a checkpoint cannot be read: {type(error).__name__}: {error}. It was "
             "not written by shoal, or by another version. Use the generation before it."
@@ -151,17 +162,23 @@ def _unpack_defaultdict(record: Any, tensors: Mapping[str, Tensor]) -> defaultdi
 
 
 def _unpack_enum(record: Any, tensors: Mapping[str, Tensor]) -> Any:
-    module, name, packed = record
-    kind, value = _class_at(module, name), _unpack(packed, tensors)
-    return kind(value) if kind is not None and issubclass(kind, Enum) else value
+    """A member; where its class is not there, its name, or its flags' value."""
+    module, name, member = record
+    kind: Any = _class_at(module, name)
+    is_there = kind is not None and issubclass(kind, Enum)
+    if isinstance(member, str):
+        return kind[member] if is_there else member
+    value = _unpack(member["value"], tensors)
+    return kind(value) if is_there else value
 
 
 def _unpack_named(record: Any, tensors: Mapping[str, Tensor]) -> Any:
     module, name, packed = record
-    kind, items = _class_at(module, name), tuple(_unpacked(packed, tensors))
+    kind: Any = _class_at(module, name)
+    items = tuple(_unpacked(packed, tensors))
     if kind is None or not issubclass(kind, tuple) or not hasattr(kind, "_fields"):
         return items
-    return tuple.__new__(kind, items)
+    return kind._make(items)
 
 
 def _place_of(value: object) -> tuple[str, str]:
@@ -198,7 +215,7 @@ def _unpack_array(record: Any, tensors: Mapping[str, Tensor]) -> np.ndarray:
 
 
 def _plain(name: str) -> np.dtype[Any]:
-    dtype = np.dtype(name)
+    dtype = np.dtype(str(name))
     if dtype.kind not in _KINDS:
         raise ValueError(f"no values of NumPy's that are saved: {name!r}")
     return dtype
@@ -223,6 +240,7 @@ def _unpack_rng(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Rng
 
 
 _RULES: Mapping[str, Callable[[Any, Mapping[str, Tensor]], Any]] = {
+    "complex": lambda parts, tensors: complex(*parts),
     "bytes": lambda text, tensors: bytes.fromhex(text),
     "defaultdict": _unpack_defaultdict,
     "deque": _unpack_deque,
