@@ -22,7 +22,7 @@ from shoal.fusion.crew import ArrayBackend, Evaluated, Trained
 from shoal.fusion.declined import Declined
 from shoal.fusion.effects.sideeffects import first_side_effect
 from shoal.fusion.graphs.constants import constants_of
-from shoal.fusion.likeness import Comparison, as_double, close, copies, set_apart
+from shoal.fusion.likeness import Comparison, as_double, close, copies, set_apart, told
 from shoal.fusion.matching.admission import shared_signature
 from shoal.fusion.member import Member, in_streams
 from shoal.fusion.owndryrun import own_dry_run
@@ -89,16 +89,10 @@ def dry_run(
             return words
         exact = _in_float64(members, moved, where) or (copies(members), moved)
         if set_apart(exact[0]):
-            try:
-                found = _compared(*exact, where, backend, one_base)
-            except (torch.OutOfMemoryError, MemoryError):
-                raise
-            except Exception:  # its code does not run with such weights
-                pass
-            else:
-                if found.is_told:
-                    return found.words
-            del exact  # the room they take
+            apart = partial(_compared, *exact, where, backend, one_base)
+            if (found := told(apart)) is not None:
+                return found
+            del exact, apart  # the room they take
             exact = _in_float64(members, moved, where) or (copies(members), moved)
         return _compared(*exact, where, backend, one_base).words
     except Declined as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
@@ -70,6 +70,22 @@ class Comparison(NamedTuple):
 
     words: str
     is_told: bool
+
+
+def told(compare: Callable[[], Comparison]) -> str | None:
+    """What members that were set apart tell, in words; None where their code goes by what others
+    begin with, and does not run with such weights.
+
+    Raises:
+        torch.OutOfMemoryError, MemoryError: there is no room for it.
+    """
+    try:
+        found = compare()
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception:  # whatever that code raises
+        return None
+    return found.words if found.is_told else None
 
 
 def as_double(batch: Any) -> Any:

@@ -24,7 +24,15 @@ from torch import Tensor
 from shoal.fusion.array import Array
 from shoal.fusion.declined import Declined
 from shoal.fusion.effects.globals import global_settings
-from shoal.fusion.likeness import Comparison, as_double, close, copies, numpy_stream, set_apart
+from shoal.fusion.likeness import (
+    Comparison,
+    as_double,
+    close,
+    copies,
+    numpy_stream,
+    set_apart,
+    told,
+)
 from shoal.fusion.member import Member, in_streams
 from shoal.recipes.ownstep import Losses, OwnStep
 from shoal.rng import same_rng
@@ -44,15 +52,9 @@ def own_dry_run(members: Sequence[Member], batches: Sequence[Any], device: torch
     """
     apart = copies(members)
     if set_apart(apart):
-        try:
-            found = _compared(apart, batches, device)
-        except (torch.OutOfMemoryError, MemoryError):
-            raise
-        except Exception:  # its code goes by what they begin with
-            pass
-        else:
-            if found.is_told:
-                return found.words
+        words = told(functools.partial(_compared, apart, batches, device))
+        if words is not None:
+            return words
     del apart  # the room they take
     return _compared(members, batches, device).words
 
