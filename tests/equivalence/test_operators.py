@@ -18,6 +18,7 @@ SAMPLES = 2  # of each operator, each as a function, as a method and in place
 
 DECLINED = {  # an operator: the words in which an array does, or a dry run
     "as_strided": "as_strided is told where in the memory of a tensor to begin",
+    "as_strided_copy": "as_strided is told where in the memory of a tensor to begin",
     "as_strided.partial_views": "as_strided is told where in the memory of a tensor to begin",
     "as_strided_scatter": "as_strided is told where in the memory of a tensor to begin",
     "to_sparse": "the backward of all slots at once fails: Could not run 'aten::select_backward'",
