@@ -6,12 +6,13 @@ import gc
 import threading
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from shoal.core.errors import SpecError
-from shoal.runtime.placing.binding import Binding
+from shoal.runtime.placing.binding import Binding, state_specs
 from shoal.runtime.placing.placed import Placed
 
 CPU = torch.device("cpu")
@@ -220,3 +221,23 @@ def test_what_lets_go_refers_to_no_memory_that_it_stepped_in(kind):
     assert storage() is None
     assert str(binding.scalars()) == str(scalars)  # what is no tensor of the store stays
     assert all(p.isnan().all() for p in model.parameters())
+
+
+def test_state_that_no_checkpoint_could_hold_is_refused_where_it_is_measured():
+    class Noting(torch.optim.Adam):
+        def step(self, closure=None):
+            super().step(closure)
+            for state in self.state.values():
+                state |= {"noted": [noted], "mean": np.float32(1)}
+
+    noted = object()
+    model = model_of()
+    binding = binding_of(model, grouped(model, Noting))
+    give_gradients(model, 0)
+    binding.step_part(0)
+    words = "'noted', which the optimizer keeps of '0.weight', .* no rule for object"
+    with pytest.raises(SpecError, match=words):
+        state_specs(binding)
+    noted = 3
+    binding.step_part(0)
+    assert [spec.key for spec in state_specs(binding)["0.bias"]] == ["exp_avg", "exp_avg_sq"]

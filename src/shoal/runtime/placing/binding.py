@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shoal.core.errors import TrialError
+from shoal.core.errors import SpecError, TrialError
 from shoal.kernels.kernelstep import is_torchs, put_back
 from shoal.kernels.poison import Poison
 from shoal.kernels.rounding import Rounding
@@ -28,6 +28,7 @@ from shoal.recipes.several import members_of
 from shoal.recipes.subsets import Subsets
 from shoal.runtime.placing.placed import Placed
 from shoal.runtime.placing.unplaced import replaced, unfrozen, unplaced
+from shoal.runtime.saving.packing import Packer
 
 
 class Binding:
@@ -498,12 +499,24 @@ def is_stored(value: object) -> bool:
 
 
 def state_specs(binding: Binding) -> dict[str, list[TensorSpec]]:
-    """The stored state of every parameter, as the optimizer holds it now."""
+    """The stored state of every parameter, as the optimizer holds it now.
+
+    Raises:
+        SpecError: what it keeps beside that is of a type that no checkpoint could hold.
+    """
+    entries = {n: binding.optimizer.state.get(p, {}) for n, p in binding.params.items()}
+    for name, entry in entries.items():
+        for key, value in entry.items():
+            if not isinstance(value, Tensor):
+                _require_rule(value, f"{key!r}, which the optimizer keeps of {name!r}")
     return {
-        name: [
-            describe(name, value, key)
-            for key, value in binding.optimizer.state.get(parameter, {}).items()
-            if is_stored(value)
-        ]
-        for name, parameter in binding.params.items()
+        name: [describe(name, value, key) for key, value in entry.items() if is_stored(value)]
+        for name, entry in entries.items()
     }
+
+
+def _require_rule(value: Any, what: str) -> None:
+    try:
+        Packer({}).pack(value)
+    except TrialError as error:
+        raise SpecError(f"{what}, cannot be saved: {error}") from None
