@@ -12,7 +12,7 @@ from typing import Any
 
 from shoal.control.commands import Command, command_to_json
 from shoal.control.endpoint import address, open_directory
-from shoal.core.errors import SpecError
+from shoal.core.errors import SpecError, StorageError
 from shoal.core.studyfiles import RECORD, SOCKET, TRIALS, describe_lost_record
 from shoal.observe import is_running, jsonl
 
@@ -39,6 +39,7 @@ def send(
         NotRunning: no process listens there.
         SpecError: no study is there, it is another user's, it refused (the text is its
             reason), or no answer came within ``timeout_s``.
+        StorageError: what a study there was asked for is lost.
     """
     place = Path(directory)
     line = command_to_json(command)
@@ -73,7 +74,7 @@ def _connect(place: Path, timeout_s: float) -> socket.socket:
             return connection
         except BaseException as error:
             connection.close()
-            if not is_held or not isinstance(error, NotRunning | NotYet):
+            if not is_held or not isinstance(error, NotRunning | NotYet | StorageError):
                 raise
         if time.monotonic() >= until:
             raise SpecError(
@@ -99,7 +100,7 @@ def _reach(connection: socket.socket, descriptor: int, place: Path) -> None:
         connection.connect(address(descriptor))
     except (FileNotFoundError, ConnectionRefusedError):
         if not (place / RECORD).is_file() and (place / TRIALS).is_dir():
-            raise NotYet(describe_lost_record(place)) from None
+            raise StorageError(describe_lost_record(place)) from None
         if not (place / RECORD).is_file():
             raise NotYet(
                 f"there is no study in {place}: it has no {RECORD}. Give the directory of a "

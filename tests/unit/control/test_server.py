@@ -404,7 +404,7 @@ def test_a_directory_without_a_study_is_told_from_one_that_does_not_run(
         send(tmp_path, Pause())
     assert not isinstance(error.value, NotRunning)
     (tmp_path / "trials").mkdir()
-    with pytest.raises(SpecError, match=r"has no study.json, .* and has what one trained"):
+    with pytest.raises(StorageError, match=r"has no study.json, .* and has what one trained"):
         send(tmp_path, Pause())
 
     with pytest.raises(NotRunning, match=r"is not running. Go on with it: shoal resume .*sweep"):
