@@ -97,16 +97,21 @@ def find_parts(model: nn.Module) -> list[Candidate]:
 def _opened(parts: dict[str, nn.Module], whole: int) -> dict[str, nn.Module]:
     """In place of a part with more than half of ``whole`` parameters its own parts, if any.
 
-    One that is compiled, or has something compiled by torch.jit, is one piece.
+    One that has something compiled by torch.jit is one piece, too.
     """
     for name, part in parts.items():
         scripted = any(isinstance(inner, torch.jit.ScriptModule) for inner in part.children())
-        if scripted or is_compiled(part) or 2 * _parameter_count(part) <= whole:
+        if scripted or _is_one_piece(part) or 2 * _parameter_count(part) <= whole:
             continue
         if inner := _with_parameters(dict(_members(f"{name}.", part))):
             others = {other: module for other, module in parts.items() if other != name}
             return _opened(others | inner, whole)
     return parts
+
+
+def _is_one_piece(module: nn.Module) -> bool:
+    """Is what it has inside compiled with it, or called as the targets of a batch have it?"""
+    return is_compiled(module) or isinstance(module, nn.AdaptiveLogSoftmaxWithLoss)
 
 
 def _with_parameters(parts: dict[str, nn.Module]) -> dict[str, nn.Module]:
@@ -158,7 +163,7 @@ def _outer_lists(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Modul
     """Lists with two or more children that have parameters, none inside another."""
     for key, child in module.named_children():
         name = f"{prefix}{key}"
-        if is_compiled(child):  # one piece: what is inside is compiled with it
+        if _is_one_piece(child):
             continue
         with_parameters = [c for c in child.children() if any(True for _ in c.parameters())]
         if isinstance(child, nn.ModuleList | nn.Sequential) and len(with_parameters) >= 2:

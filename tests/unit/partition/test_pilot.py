@@ -574,6 +574,31 @@ def test_a_loss_with_derivatives_by_the_input_is_a_reason_and_no_failure(make_re
     assert report.notes[0].endswith("needs all layers between at once.")
 
 
+class Clustered(nn.Module):
+    """Its head calls those of its own lists of which a batch has targets."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.soft = nn.AdaptiveLogSoftmaxWithLoss(6, 5, [2, 4], 2.0)
+
+    def forward(self, x, y):
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.soft(x, y).loss
+
+
+def test_a_head_that_goes_by_the_targets_is_one_piece(make_recipe):
+    model, x = Clustered(), torch.randn(4, 6)
+    recipe = make_recipe(model, lambda loss, batch: loss, inputs=tuple)
+
+    chain = pilot(model, recipe, (x, torch.tensor([0, 1, 3, 4])), CPU).chain
+
+    batch = (x, torch.tensor([0, 1, 1, 0]))
+    loss = sharded_backward(chain, batch, every_layer(chain))
+    assert torch.equal(loss, model(*batch))
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_blocks_that_torch_jit_compiled_are_a_reason_and_no_failure(make_recipe):
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
