@@ -130,6 +130,7 @@ class Spy:
         self._counts: Counter[str] = Counter()
         self._own_counts: Counter[str] = Counter()
         self._uses: dict[OwnCall, set[int]] = {}
+        self._late: dict[OwnCall, int] = {}  # before which block, where no joint is known
         self._handed_on: dict[tuple[type, int], frozenset[int]] = {}  # output -> arguments
         self._depth = 0
         self._ambient: Any = None
@@ -225,14 +226,17 @@ class Spy:
         if not isinstance(computed, Tensor):
             return computed
         with self._aside():
-            if not self._taint.of(computed) or self._is_computed(computed):
+            if not self._taint.of(computed):
                 return computed
-            if self._names_own and (call.is_copy or call in self.seen.shared):
+            is_here = not self._is_computed(computed, self._first)
+            if self._names_own and is_here and (call.is_copy or call in self.seen.shared):
                 head = self._sections.head(self._sections.of_block(len(self.seen.blocks)))
-                self.seen.gaps[-1].made.add(wire := own_wire(head, call))
+                self._note_made(computed, wire := own_wire(head, call))
                 self._name(computed, wire)
             elif computed.requires_grad and not _share_memory(computed, tensors_in(given)):
                 self._taint.add(computed, Computed(call))
+                if not is_here:
+                    self._late[call] = len(self.seen.blocks)
         return computed
 
     def _note_uses(self, sources: Sources) -> None:
@@ -455,18 +459,26 @@ class Spy:
         """The first block of the section that the forward is in, as far as that is known."""
         return self.seen.found[-1] if self.seen.found else 0
 
-    def _is_computed(self, tensor: Tensor) -> bool:
+    @property
+    def _first(self) -> int:
+        """The same, if the next block is known to begin a section."""
+        position = len(self.seen.blocks)
+        return position if position in self.seen.joints else self._start
+
+    def _is_computed(self, tensor: Tensor, start: int | None = None) -> bool:
         """Was it computed from a block's output of this section, outside of any block?"""
+        start = self._start if start is None else start
         name = self._names.of(tensor)
         if name is not None and name.slot.startswith("out."):
             return False
         sources = self._taint.of(tensor)
-        return any(isinstance(s, BlockOutput) and s.position >= self._start for s in sources)
+        return any(isinstance(s, BlockOutput) and s.position >= start for s in sources)
 
     def _find_late_joints(self) -> None:
         """Also those where a module computes what only later sections read, as a pooler does.
 
-        Or later blocks, as those of a decoder that attend to an encoder's normed output.
+        Or later blocks, as those of a decoder that attend to an encoder's normed output; or where
+        the forward computes by itself what several later sections read.
         """
         calls = [call for section in self.seen.calls for call in section]
         late = {
@@ -478,6 +490,7 @@ class Spy:
                 or any(wire in call.wires for call in calls[position + 1 :])
             )
         }
+        late |= {self._late[call] for call in self._find_shared() if call in self._late}
         self.seen.found = sorted({*self.seen.found, *late})
 
     def _find_written(self) -> None:

@@ -257,6 +257,26 @@ class Fused(Blocks):
         return self.blocks[3](y)
 
 
+class Recalled(Blocks):
+    """What is computed behind a block is read before the next one and before later ones."""
+
+    def body(self, x):
+        x = self.blocks[0](x)
+        kept = torch.tanh(x)
+        x = self.blocks[2](kept * self.blocks[1](kept * x))
+        return kept * self.blocks[3](x)
+
+
+class RecalledLate(Blocks):
+    """The same, and not before the next one."""
+
+    def body(self, x):
+        x = self.blocks[0](x)
+        kept = torch.tanh(x)
+        x = self.blocks[2](kept * self.blocks[1](x))
+        return kept * self.blocks[3](x)
+
+
 class Direct(Blocks):
     """Calls the forwards of some listed modules, and what is in them, as HRNet does."""
 
@@ -399,6 +419,8 @@ KINDS = {
     Attending: 4 + 2,
     Pyramid: 4 + 2,
     Fused: 4 + 2,
+    Recalled: 4 + 2,
+    RecalledLate: 4 + 2,
     Direct: 4 + 2,
     Shortcut: 4 + 1,
     Dropped: 4,
