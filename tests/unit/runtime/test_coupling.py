@@ -98,6 +98,20 @@ def clipped(parameters, lr):
     return optimizer
 
 
+def averaged(parameters, lr):
+    """A hook that keeps averages of all, for later."""
+    optimizer = torch.optim.SGD(parameters, lr=lr)
+
+    def average(*_):
+        with torch.no_grad():
+            for parameter in parameters:
+                entry = optimizer.state[parameter]
+                entry.setdefault("average", parameter.clone()).lerp_(parameter, 0.2)
+
+    optimizer.register_step_post_hook(average)
+    return optimizer
+
+
 class LaterCounts(torch.optim.SGD):
     """Counts in a state of no parameter, for later."""
 
@@ -135,6 +149,7 @@ def test_one_that_needs_all_of_a_layer_steps_layers_apart(kind):
         (LooksAhead, "optimizer LooksAhead cannot step the parameters of a shard by themselves"),
         (shrunk, "SGD, with the step hook 'shrunk.<locals>.to_one_norm', cannot step the"),
         (clipped, "SGD, with the step hook 'clipped.<locals>.to_one_norm', couples"),
+        (averaged, "a shard at a time leaves another 'average' in the state of '0."),
         (LaterCounts, "changes 'count' of its state at each step"),
     ],
 )

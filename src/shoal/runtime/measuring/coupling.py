@@ -20,6 +20,7 @@ from shoal.fusion.passes.fused import first_line
 from shoal.kernels.kernelstep import steps_as_its_class
 from shoal.kernels.poison import Poison
 from shoal.memory.layout import TrialLayout
+from shoal.memory.store import same_bits
 from shoal.partition.track import peak_of
 from shoal.partition.visitors import parameters_on
 from shoal.recipes.optimizers import build_optimizer_of
@@ -51,6 +52,7 @@ class _Stepped(NamedTuple):
     kind: str  # of optimizer
     groups: list[dict[str, Any]]  # as the steps left their options
     state: dict[str, Any]  # what they left that is of no parameter
+    of_each: dict[str, dict[str, Any]]  # and of each parameter
 
 
 def coupling_of(
@@ -99,6 +101,12 @@ def coupling_of(
             f"shard at a time changes {different[0]!r} and {len(different) - 1} others",
             by_tensor=False,
         )
+    if entry := _kept_otherwise(together, by_layer):
+        return Coupling(
+            f"the optimizer {by_layer.kind} couples parameters across layers: stepping them a "
+            f"shard at a time leaves another {entry}",
+            by_tensor=False,
+        )
     if option := _changed(together, by_layer):
         return Coupling(
             f"the optimizer {by_layer.kind} changes {option} at each step, and each shard would "
@@ -115,7 +123,12 @@ def _by_tensor(step: Callable[[Parts], _Stepped], layers: Parts, together: _Step
         alone = step([[name] for names in layers for name in names])
     except Exception:
         return False
-    return not (alone.kept or _different(together, alone) or _changed(together, alone))
+    return not (
+        alone.kept
+        or _different(together, alone)
+        or _kept_otherwise(together, alone)
+        or _changed(together, alone)
+    )
 
 
 def _stepped(recipe: Recipe, trial: TrialSpec, parts: Parts) -> _Stepped:
@@ -136,6 +149,7 @@ def _stepped(recipe: Recipe, trial: TrialSpec, parts: Parts) -> _Stepped:
         _in_words(optimizer),
         binding.groups(),
         _of_no_parameter(optimizer),
+        _of_each(optimizer, model),
     )
 
 
@@ -162,6 +176,14 @@ def _of_no_parameter(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {key: value for one in states for key, value in one.items() if isinstance(key, str)}
 
 
+def _of_each(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, dict[str, Any]]:
+    states: list[Mapping[Any, Any]] = [member.state for member in members_of(optimizer)]
+    return {
+        name: {key: value for one in states for key, value in one.get(parameter, {}).items()}
+        for name, parameter in model.named_parameters()
+    }
+
+
 def _in_words(optimizer: torch.optim.Optimizer) -> str:
     """Its class, and whose hooks run with its steps."""
     hooks = [
@@ -177,6 +199,22 @@ def _in_words(optimizer: torch.optim.Optimizer) -> str:
 def _different(one: _Stepped, other: _Stepped) -> list[str]:
     pairs = one.parameters.items()
     return [name for name, p in pairs if not torch.equal(p, other.parameters[name])]
+
+
+def _kept_otherwise(one: _Stepped, other: _Stepped) -> str:
+    """A tensor or number of a parameter's state that steps left otherwise, or one of them only."""
+    for name, mine in one.of_each.items():
+        theirs = other.of_each[name]
+        for key in sorted(mine.keys() | theirs.keys(), key=str):
+            if key not in mine or key not in theirs or _is_other(mine[key], theirs[key]):
+                return f"{key!r} in the state of {name!r}"
+    return ""
+
+
+def _is_other(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return not same_bits(one, other)
+    return isinstance(one, int | float) and one == one and one != other
 
 
 def step_peaks(
