@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from shoal.fusion import Array, Member, dry_run
+from shoal.fusion.graphs.traced import TracedBackend
 from shoal.fusion.passes.fused import StackedBackend
 from shoal.fusion.passes.loop import LoopBackend
 from shoal.recipes.recipe import Recipe
@@ -44,6 +45,12 @@ def pair():
 def averages_weights(net, h, x):
     with torch.no_grad():
         net.other.weight.mul_(0.9).add_(net.layer.weight, alpha=0.1)
+    return h
+
+
+def averages(net, h, x):
+    with torch.no_grad():
+        net.other.weight.lerp_(net.layer.weight, 0.1)
     return h
 
 
@@ -208,6 +215,25 @@ def batches(width=3, seed=1):
 )
 def test_a_forward_that_leaves_something_behind_is_declined_with_the_reason(does, reason):
     assert reason in dry_run(members(does), batches())
+
+
+def test_an_average_that_begins_with_what_it_is_of_is_seen_to_be_written():
+    def begin(net):
+        net.other.load_state_dict(net.layer.state_dict())
+
+    reason = "writes to the parameter 'other.weight'"
+    assert reason in dry_run(members(averages, change=begin), batches())
+
+
+def test_no_graph_is_made_of_a_forward_that_writes_to_parameters():
+    """As one that begins to after a while, when no dry run looks any more."""
+    eager, traced = (Array(members(averages_weights), backend=b) for b in (None, TracedBackend()))
+    for seed in range(4):
+        for array in (eager, traced):
+            array.step(batches(seed=seed))
+    for slot in range(3):
+        states = [array.member(slot).module.state_dict() for array in (eager, traced)]
+        assert all(map(torch.equal, *(state.values() for state in states)))
 
 
 class Carrying(Net):

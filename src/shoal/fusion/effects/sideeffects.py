@@ -107,6 +107,9 @@ def _change(member: Member, batch: Any, device: torch.device, what: str, own_pas
     if drew and not own_passes and _forward_draws(member, batch, device):
         return f"the model's forward draws from {drew[0]}, which has one stream for all slots."
     words = next((name for name, now, then in kept if not torch.equal(now, then)), "")
+    after = _settings(member)
+    if not own_passes:
+        words = words or _written_later(kept, member, batch, device)
     if words and not own_passes:
         instead = "Do that after the optimizer's step, in a class or a hook of the optimizer's."
         if words == "its batch":
@@ -115,7 +118,7 @@ def _change(member: Member, batch: Any, device: torch.device, what: str, own_pas
             f"{what} writes to {words}, which passes of an array do more often than a trial "
             f"alone. {instead}"
         )
-    changed = names_changed(before, _settings(member))
+    changed = names_changed(before, after)
     if changed := without_handed_on(changed, member, batch, device):
         name = changed[0].replace(f"{MODULE_NAME}.", "")  # of the study's own file
         return (
@@ -123,6 +126,38 @@ def _change(member: Member, batch: Any, device: torch.device, what: str, own_pas
             "Make it a buffer of the model, or let the loss do without it."
         )
     return ""
+
+
+def _written_later(
+    kept: Sequence[tuple[str, Tensor, Tensor]], member: Member, batch: Any, device: torch.device
+) -> str:
+    """Of these, a parameter that a forward writes to when steps have changed them.
+
+    An average of others, say: while they are as they were, what is written is what is there.
+    """
+    found = [one for one in kept if isinstance(one[1], nn.Parameter) and _can_be_stepped(one[1])]
+    stepped = [(*one, 1 + number * _STEP) for number, one in enumerate(found, 1)]
+    try:
+        with torch.no_grad():
+            for _, now, _, factor in stepped:
+                now.mul_(factor)
+        with in_streams(member, device):
+            lone_pass(member, batch, device)
+        return next((n for n, now, then, by in stepped if not torch.equal(now, then * by)), "")
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # its code does not stand such weights
+        return ""
+    finally:
+        with torch.no_grad():
+            for _, now, then, _ in stepped:
+                now.copy_(then)
+
+
+def _can_be_stepped(parameter: Tensor) -> bool:
+    """Not what is elsewhere, of which one number stands for all."""
+    is_there = parameter.numel() == 1 or any(parameter.stride())
+    return is_there and parameter.is_floating_point()
 
 
 def _forward_draws(member: Member, batch: Any, device: torch.device) -> bool:
@@ -179,6 +214,8 @@ def _place_of(words: str, module: nn.Module) -> tuple[str, str] | None:
     is_there = path in dict(module.named_modules()) and words == naming(path, name)
     return (path, name) if is_there else None
 
+
+_STEP = 2.0**-10  # of the first parameter, by its size; of the others more and more
 
 _WITHOUT_IT = (
     "which would change once for all slots",

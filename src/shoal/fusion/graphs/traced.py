@@ -184,7 +184,7 @@ class TracedBackend(StackedBackend):
             add_gradients(crew.stacked.parameters, ran.gradients, active, adds=scale != 1)
             return Trained(masked(ran.losses, active), {})
         is_first = all(block.grad is None for block in crew.stacked.parameters.values())
-        with self._listening(crew) as heard, _kernels(ways, crew):
+        with self._listening(crew) as heard, _kernels(ways, crew), _unwritten(ways, crew):
             trained = super().train(crew, batches, active, scale)
         lacks = self._lacks_inputs(crew, batches)  # as it turned out
         if ways is not None and is_first and not trained.failures and not lacks:
@@ -207,7 +207,7 @@ class TracedBackend(StackedBackend):
             ran, form = replayed
             outputs = _unstacked(form, ran.others, crew.width)
             return Evaluated(masked(ran.losses, active), outputs)
-        with self._listening(crew) as heard, _kernels(ways, crew):
+        with self._listening(crew) as heard, _kernels(ways, crew), _unwritten(ways, crew):
             found = super().evaluate(crew, batches, active)
         if ways is not None and not self._lacks_inputs(crew, batches):
             inputs = self._inputs(crew, (), batches, active, None)
@@ -460,6 +460,20 @@ def _kernels(ways: Ways | None, crew: Crew) -> AbstractContextManager[None]:
     if ways is None or not ways.repeats or all(kept.declined for kept in ways.kept):
         return nullcontext()
     return repeatable(crew.device)
+
+
+@contextmanager
+def _unwritten(ways: Ways | None, crew: Crew) -> Iterator[None]:
+    """No graph is made of an eager pass, run in here, that wrote to parameters.
+
+    To make one, and to compare it, is to write to them again.
+    """
+    blocks = crew.stacked.parameters.items()
+    versions = [block._version for _, block in blocks]
+    yield
+    written = [n for (n, b), before in zip(blocks, versions, strict=True) if b._version != before]
+    for kept in ways.kept if ways and written else ():
+        kept.graph, kept.declined = None, f"its forward writes to the parameter {written[0]!r}"
 
 
 def _told(member: Member) -> tuple[Any, str, str]:
