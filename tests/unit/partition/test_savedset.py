@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from shoal.partition.savedset import SavedSet
+from shoal.partition.track import AllocationTracker
 from shoal.partition.wires import Wire
 
 WIRE = Wire(0, "out.0")
@@ -158,6 +159,27 @@ def test_gradients_are_those_of_a_plain_backward_wherever_everything_was(name):
     moved = Moved(made(MODELS[name]))
     assert moved.cells
     assert same(moved.away().gradients(), plain(made(MODELS[name])))
+
+
+class Parts(nn.Module):
+    """Reads one weight in parts, as torch's attention does."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(48, 16))
+
+    def forward(self, x):
+        one, other = self.weight.split([16, 32])
+        return F.linear(F.linear(x, one), other[16:])
+
+
+def test_parts_of_a_weight_that_lies_in_a_larger_memory_are_found_by_a_step_that_counts():
+    moved = Moved(made(Parts)).away()
+    flat = torch.cat([torch.zeros(5), moved.model.weight.detach().flatten()])
+    moved.model.weight.data = flat[5:].view(48, 16)
+    with AllocationTracker(as_alone=True):
+        found = moved.gradients()
+    assert same(found, plain(made(Parts)))
 
 
 @pytest.mark.parametrize("name", ["linear", "attention", "views"])
