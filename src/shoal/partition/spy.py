@@ -493,6 +493,17 @@ class Spy:
         late |= {self._late[call] for call in self._find_shared() if call in self._late}
         self.seen.found = sorted({*self.seen.found, *late})
 
+    def _has_kernels_of_two_kinds(self) -> bool:
+        """Whether a CPU computes an LSTM by oneDNN where no gradient is asked for.
+
+        Not so of packed sequences of several lengths, as the pilot's may be: in a later batch all
+        may have one.
+        """
+        if self._device.type != "cpu":
+            return False
+        recurrent = (m for m in self._model.modules() if isinstance(m, nn.LSTM))
+        return any(p.dtype is not torch.float64 for m in recurrent for p in m.parameters())
+
     def _find_written(self) -> None:
         """Parameters that blocks have written to.
 
@@ -524,7 +535,7 @@ class Spy:
             how = "runs what is in block {} without calling it (block.forward(x) is no call)"
             raise CalledApart(entered, how)
         self._find_written()
-        self.seen.by_gradients = self._taint.by_gradients
+        self.seen.by_gradients = self._taint.by_gradients or self._has_kernels_of_two_kinds()
         self.seen.buffers = frozenset(self._buffers.changed())
         self.seen.rewritten = frozenset(self._buffers.changed_themselves())
         if self._buffers.added():

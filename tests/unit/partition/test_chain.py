@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from shoal.core.errors import TrialError
 from shoal.partition.build import build_chain
@@ -520,3 +521,28 @@ def test_a_forward_that_skips_a_block_is_refused_while_training(make_recipe, tok
 
     with pytest.raises(TrialError, match="called 2 of the 3 blocks"):
         sharded_backward(chain, ids, every_layer(chain))
+
+
+class Packed(nn.Module):
+    """Layers between which sequences stay packed."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.LSTM(6, 6, batch_first=True) for _ in range(3))
+        self.leave = nn.Linear(6, 5)
+
+    def forward(self, x, lengths):
+        x = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        for block in self.blocks:
+            x, _ = block(x)
+        x, _ = pad_packed_sequence(x, batch_first=True, total_length=7)
+        return self.leave(x.mean(1))
+
+
+def test_a_batch_of_one_length_is_computed_as_with_gradients_where_the_pilots_had_several(
+    assert_bitwise,
+):
+    """A CPU has another kernel for an LSTM without gradients, where all lengths are equal."""
+    lengths = [torch.tensor(sizes) for sizes in ((7, 3, 5), (4, 4), (6,))]
+    batches = [(torch.randn(len(n), 7, 6), torch.arange(len(n)), n) for n in lengths]
+    assert_bitwise(Packed(), batches, inputs=lambda batch: (batch[0], batch[2]))
