@@ -24,6 +24,7 @@ from shoal.partition.callsheet import CallSheet, leaf_wires
 from shoal.partition.evaluated import may_stand_for
 from shoal.partition.glue import Skeleton, run_epilogue, run_head
 from shoal.partition.owners import AwayGuard, Owners
+from shoal.partition.preserve import same_values
 from shoal.partition.record import Record
 from shoal.partition.template import Constant, Shape, Template, flatten, is_same_constant
 from shoal.partition.unwritten import Unwritten, WeightPlace, weight_places, weights_stay
@@ -333,9 +334,10 @@ class Chain:
         handed = {id(alive[wire]) for wire in call.wires}
         _let_go(sheet, layer, alive)
         output = self.skeleton.blocks[position](*args, **kwargs)
-        del args, kwargs
         leaves, spec = flatten(output)
         template = self._found_output(micro, position, leaves, spec)
+        self._require_handed_on(position, template, leaves, flatten((args, kwargs))[0])
+        del args, kwargs
         if template is not sheet.output(position):
             micro.sheet = sheet.with_output(position, template)
         changing = {storage_key(self.model.get_buffer(n)) for n in self.changing_buffers(layer)}
@@ -379,6 +381,17 @@ class Chain:
             found[index] = _as_found(wanted, leaf)
         as_told = all(map(is_, found, told.leaves))
         return told if as_told else replace(told, leaves=tuple(found))
+
+    def _require_handed_on(
+        self, position: int, template: Template, leaves: Sequence[Any], values: Sequence[Any]
+    ) -> None:
+        """Raise TrialError where a block returns another tensor than its argument."""
+        for index, told in enumerate(template.leaves):
+            if isinstance(told, Shape) and told.argument is not None:
+                given = values[told.argument]
+                if leaves[index] is not given and not same_values(leaves[index], given):
+                    layer = self.skeleton.sections.layer_of(position)
+                    raise self._unlike_pilot(layer, f"output {index} is its argument no more")
 
     def _found_constant(self, position: int, index: int, leaf: Any, wanted: Constant) -> Constant:
         """What a block returned that is no tensor; behind a section's last block nobody was told.

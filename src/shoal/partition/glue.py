@@ -434,7 +434,7 @@ class _Run:
             self._recognise(position, args, kwargs)
         template = self.sheet.output(position)
         names = leaf_wires(self.skeleton.sections.layer_of(position), template)
-        output = self._fill(template, names)
+        output = self._fill(template, names, flatten((args, kwargs))[0])
         output = self.skeleton.blocks[position].returned(output, args, kwargs)
         if self.position == self._first:
             self._resume()
@@ -486,9 +486,16 @@ class _Run:
             if wire in self._real:
                 self.substitution.replace(value, self._real[wire])
 
-    def _fill(self, template: Template, names: Sequence[Wire]) -> Any:
+    def _fill(
+        self, template: Template, names: Sequence[Wire], arguments: Sequence[Any] = ()
+    ) -> Any:
         """An output with what is real of it; all its tensors have their names."""
-        values = template.values(names, self._real, self.skeleton.stand_in)
+
+        def stand_in(shape: Shape) -> Tensor:
+            at = shape.argument
+            return self.skeleton.stand_in(shape) if at is None else torch.detach(arguments[at])
+
+        values = template.values(names, self._real, stand_in)
         for name, value in zip(names, values, strict=True):
             if isinstance(value, Tensor):
                 self._names.give(value, name)
@@ -520,7 +527,7 @@ class _Run:
         if self.position == self._stop:
             raise _Cut
         names = leaf_wires(self.skeleton.sections.layer_of(position), template)
-        output = self._fill(template, names)
+        output = self._fill(template, names, values)
         if block.watched:
             leaves = flatten(output)[0]
             for index in block.watched:

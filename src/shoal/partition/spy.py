@@ -29,7 +29,14 @@ from shoal.partition.handed import Keepers, KeeperSearch, returned_of, run_notin
 from shoal.partition.preserve import BufferWatch, has_other
 from shoal.partition.sections import Sections
 from shoal.partition.taint import BlockOutput, Computed, Source, Sources, Taint
-from shoal.partition.template import Shape, Template, flatten, is_handed_on, output_template
+from shoal.partition.template import (
+    Shape,
+    Template,
+    flatten,
+    is_handed_on,
+    output_template,
+    packing_handed_on,
+)
 from shoal.partition.wires import (
     Names,
     OwnCall,
@@ -307,6 +314,7 @@ class Spy:
             output = run_noting(call, module, keepers, args, kwargs)
         self._note_changes(module, args, kwargs, values)
         tensors = [value for value in values if isinstance(value, Tensor)]
+        handed = packing_handed_on(output, values)
         num_returned = None
         if keepers:
             returned = _apart(output[0], tensors)
@@ -314,6 +322,7 @@ class Spy:
         else:
             output = _apart(output, tensors)
         template = output_template(output, tensors, owner=f"block {name!r}")
+        template = template.handing_on(handed)
         block = Block(name, module, template, keepers=keepers, num_returned=num_returned)
         block = self._with_handed_on(block, values)
         unsure = frozenset(self._find_unsure(block.output, tensors))

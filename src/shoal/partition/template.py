@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from shoal.partition.discover import NotCuttable
@@ -46,7 +47,8 @@ class Shape:
     """How a tensor looks, without its values.
 
     ``like`` is the index of the argument tensor whose shape it follows from batch to
-    batch, ``like_size`` the shape that argument had when this one was recorded.
+    batch, ``like_size`` the shape that argument had when this one was recorded. ``argument`` is
+    the index of the leaf of its call that a block hands on as it is, with its values.
     """
 
     size: tuple[int, ...]
@@ -54,6 +56,7 @@ class Shape:
     dtype: torch.dtype
     like: int | None = None
     like_size: tuple[int, ...] = ()
+    argument: int | None = None
 
     @classmethod
     def of(cls, tensor: Tensor, arguments: Sequence[Tensor] = ()) -> Shape:
@@ -116,6 +119,16 @@ class Template:
             if isinstance(leaf, Shape)
             else leaf.resolved(values)
             for leaf in self.leaves
+        )
+        return replace(self, leaves=leaves)
+
+    def handing_on(self, handed: Mapping[int, int]) -> Template:
+        """This template, of whose leaves these are arguments."""
+        leaves = tuple(
+            replace(leaf, argument=handed[index])
+            if index in handed and isinstance(leaf, Shape)
+            else leaf
+            for index, leaf in enumerate(self.leaves)
         )
         return replace(self, leaves=leaves)
 
@@ -243,6 +256,18 @@ def is_handed_on(value: Any, argument: Any) -> bool:
     """May a number that a block returns be an argument of its? A function or a record is none."""
     plain = not (callable(value) or is_dataclass(value) or isinstance(argument, Tensor))
     return plain and is_same_constant(value, argument)
+
+
+def packing_handed_on(output: Any, values: Sequence[Any]) -> dict[int, int]:
+    """Which leaves of an output are which of a call's, of what says how sequences are packed.
+
+    An LSTM hands that on, and code between two of them goes by its numbers.
+    """
+    parts = pytree.tree_leaves(output, is_leaf=lambda part: isinstance(part, PackedSequence))
+    packing = {id(t) for one in parts if isinstance(one, PackedSequence) for t in one[1:]}
+    places = {id(v): i for i, v in enumerate(values) if isinstance(v, Tensor)}
+    leaves = enumerate(flatten(output)[0])
+    return {i: places[id(t)] for i, t in leaves if id(t) in packing and id(t) in places}
 
 
 def _holds_something(function: Any) -> bool:

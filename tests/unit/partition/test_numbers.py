@@ -10,6 +10,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from shoal.core.errors import TrialError
 from shoal.partition.build import build_chain
@@ -200,3 +201,56 @@ def test_constants_are_told_apart_by_type_and_value():
 def test_functions_and_classes_that_hold_nothing_are_known_beforehand():
     known = [torch.relu, torch.mul, math.sin, nn.functional.gelu, nn.Linear, nn.ReLU(), "word"]
     assert not any(map(may_vary, [*known, nn.ReLU().forward, torch.float32, None, Told]))
+
+
+class Packed(nn.Module):
+    """Packs before each of its layers, and pads behind it."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.blocks, self.leave = nn.ModuleList(layers), nn.Linear(6, 5)
+
+    def forward(self, x, lengths):
+        for block in self.blocks:
+            packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+            x, _ = pad_packed_sequence(block(packed)[0], batch_first=True, total_length=7)
+        return self.leave(x.mean(1))
+
+
+class Reversed(nn.LSTM):
+    """Forgets, where told to, that it is to give its sequences back in the order they came in."""
+
+    order = True
+
+    def forward(self, packed, hx=None):
+        output, state = super().forward(packed, hx)
+        if not self.order:
+            output = output._replace(unsorted_indices=output.unsorted_indices.flip(0))
+        return output, state
+
+
+def sequences(*lengths):
+    sizes = torch.tensor(lengths)
+    return torch.randn(len(sizes), 7, 6), torch.arange(len(sizes)), sizes
+
+
+def lengths_too(batch):
+    return batch[0], batch[2]
+
+
+def test_how_sequences_are_packed_is_what_a_block_hands_on(assert_bitwise):
+    model = Packed(nn.LSTM(6, 6, batch_first=True) for _ in range(3))
+    batches = [sequences(7, 3, 5), sequences(1, 7, 2), sequences(4, 4)]
+    chain = assert_bitwise(model, batches, inputs=lengths_too)
+    assert chain.num_layers == 3 + 2 + 2
+
+
+def test_a_block_that_packs_otherwise_later_is_refused(make_recipe):
+    model = Packed([nn.LSTM(6, 6, batch_first=True), Reversed(6, 6), Reversed(6, 6)])
+    recipe = make_recipe(model, inputs=lengths_too)
+    chain = pilot(model, recipe, sequences(7, 3, 5), CPU).chain
+    model.blocks[1].order = False
+    with pytest.raises(
+        TrialError, match=r"'blocks\.1' behaves unlike in the pilot: output 3 is its"
+    ):
+        sharded_backward(chain, sequences(7, 3, 5), every_layer(chain))
