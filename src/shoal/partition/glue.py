@@ -578,8 +578,8 @@ def _refuse_nested(block: Block, arguments: Sequence[Tensor]) -> None:
         raise TrialError(
             f"block {block.name!r} is called with a nested tensor, which cannot be handed from "
             "shard to shard. nn.TransformerEncoder makes one in evaluation where it is given "
-            "src_key_padding_mask: build it with enable_nested_tensor=False, or train this model "
-            "unsharded."
+            "src_key_padding_mask: build it with enable_nested_tensor=False (for nn.Transformer's "
+            "set encoder.use_nested_tensor = False), or train this model unsharded."
         )
 
 
