@@ -29,7 +29,7 @@ from shoal.kernels.kernelchoice import KernelChoice
 from shoal.pystate.iterators import is_iterator
 from shoal.pystate.ofprocess import SETTINGS, OfProcess, may_set
 from shoal.pystate.ofthread import OF_THREAD
-from shoal.pystate.packing import Giving, Unkept, pack
+from shoal.pystate.packing import LOST, Giving, Unkept, pack_one
 from shoal.pystate.parts import SPACES, changing_defaults, has_attributes
 from shoal.pystate.values import NOTHING, PLAIN, STREAMS, Look, Note, look_at, put_one
 from shoal.recipes.bound import code_of
@@ -162,20 +162,16 @@ class Ambient:
         """
         found: dict[str, Any] = {}
         lost: list[str] = []
+        own = {id(note.held) for notes in after.values() for note in notes.values()}
         for where, notes in after.items():
             for name, note in notes.items() if where != PROCESS else ():
                 was = before.get(where, {}).get(name, NOTHING)
                 if was is NOTHING and isinstance(note.held, types.FunctionType):
                     was = Note("parts", note.held, {})  # that had no attributes then
-                if _is_written(was, note):
+                packed = LOST if _is_written(was, note) else pack_one(note, was, own)
+                if packed is LOST:
                     lost.append(f"{where}: {name}")
-                    continue
-                try:
-                    packed = pack(note, was)
-                except Unkept:
-                    lost.append(f"{where}: {name}")
-                    continue
-                if packed is not None:
+                elif packed is not None:
                     found[f"{where}: {name}"] = packed
         return found, lost
 

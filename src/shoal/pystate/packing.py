@@ -10,7 +10,7 @@ import copy
 import enum
 import itertools
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -107,6 +107,36 @@ def pack(note: Note, before: Note, known: Known | None = None, path: Path = ()) 
     if shared and is_new and known is not None and (first := known.again(note, path)) is not None:
         return {"again": _path(first)}
     return _packed(note, before, known, path)
+
+
+LOST: Any = object()
+
+
+def pack_one(note: Note, before: Note, named: Collection[int]) -> Any:
+    """As ``pack`` of a value alone; LOST where that raises.
+
+    ``named``: Objects with names of their own, by identity. What changes in such a member of a set
+    is kept by its name, and the set is what it was.
+    """
+    if _has_those_it_had(note, before, named):
+        return None
+    try:
+        return pack(note, before)
+    except Unkept:
+        return LOST
+
+
+def _has_those_it_had(note: Note, before: Note, named: Collection[int]) -> bool:
+    if before.kind != note.kind or note.kind != "items":
+        return False
+    if note.held is not before.held or not isinstance(note.held, set | frozenset):
+        return False
+    was, now = (
+        {id(one.held) if one.held is not None else (one.inside,): one for one in of.inside}
+        for of in (before, note)
+    )
+    is_same = was.keys() == now.keys()
+    return is_same and all(same(was[key], one) or key in named for key, one in now.items())
 
 
 def _packed(note: Note, before: Note, known: Known | None, path: Path) -> Any:

@@ -356,3 +356,27 @@ def test_what_code_names_is_looked_up_and_nobodys_code_runs():
     assert module_of(package.client) is None
     assert module_of(functools.partial(len)) is functools
     assert module_of(len).__name__ == "builtins"
+
+
+def counted(x):
+    counted.calls += 1
+    return x
+
+
+counted.calls = 0
+MEMBERS, HIDDEN = {counted, Net}, {types.FunctionType((lambda: 1).__code__, globals(), "alone")}
+
+
+def by_members(output, batch):
+    for member in HIDDEN:
+        member.calls = getattr(member, "calls", 0) + 1
+    return counted(output) if counted in MEMBERS else output
+
+
+def test_what_changes_in_a_sets_member_is_kept_by_the_members_own_name():
+    ambient = Ambient(shoal.Recipe(model=model, data=data, loss=by_members))
+    built = ambient.take()
+    by_members(torch.ones(1), None)
+    packed, lost = ambient.changed(built, ambient.take())
+    assert [place.rpartition(": ")[2] for place in packed] == ["counted"]
+    assert [place.rpartition(": ")[2] for place in lost] == ["HIDDEN"]
