@@ -134,7 +134,8 @@ def test_a_class_that_a_decorator_took_the_place_of_has_its_modules_globals(monk
         "assert outer().made().made() is replacing.GAIN\n"
         "assert (outer().kept(), outer().helped(), replacing.helper()) == (5, 7, 7)\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    homes = [str(tmp_path), str(Path(shoal.__file__).parents[1])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(homes)}
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, check=True)
 
 
