@@ -31,6 +31,7 @@ from shoal.pystate.ambient import is_users
 from shoal.pystate.arriving import arrive, read_state
 from shoal.pystate.comparing import Fingerprints
 from shoal.pystate.modulestate import ModuleState, Place, left_words
+from shoal.pystate.values import place_of_own_stream
 from shoal.recipes.recipe import Recipe
 from shoal.source import MAINS, MODULE_NAME, Change, Named, cached, with_changes
 
@@ -304,6 +305,8 @@ class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]  # it has no typ
 
     def persistent_id(self, value: Any) -> int | None:
         number = self._numbers.get(id(value))
+        if number is not None and place_of_own_stream(value) is not None:
+            return None  # each process has one
         if number is not None:
             self.modules.add(self._homes[number])
         elif id(value) in self._large:
@@ -321,6 +324,8 @@ class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]  # it has no typ
             return self._dynamic_function_reduce(value)
         if isinstance(value, CustomOpDef):
             return _where_defined(value)
+        if (place := place_of_own_stream(value)) is not None:
+            return getattr, place
         return super().reducer_override(value)
 
     def _of_main(self, function: FunctionType) -> tuple[Any, ...]:

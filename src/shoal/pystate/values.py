@@ -14,6 +14,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,12 +34,23 @@ FILLERS: dict[type, Callable[[Any, list[Any]], None]] = {
 }
 """By type how one of them comes to have other items."""
 STREAMS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_OF_PROCESS = ((random, "_inst"), (np.random.mtrand, "_rand"), (torch, "default_generator"))
 SYMBOLS = (complex, bytes, torch.dtype, torch.device)
 """Values that never change, and are no numbers or texts."""
 SHARED = frozenset(("tensor", "array", "stream", "flat", "items", "dict", "parts"))
 """Kinds of notes of what may be known by several names."""
 HUGE = 200_000
 """Items of a container of which are noted only how many there are, and the ends."""
+
+
+def place_of_own_stream(value: Any) -> tuple[ModuleType, str] | None:
+    """Where the process's own generator is, if it is one: seeded for each trial.
+
+    ``from random import choice`` gives a method of it.
+    """
+    if not isinstance(value, STREAMS):
+        return None
+    return next((place for place in _OF_PROCESS if getattr(*place) is value), None)
 
 
 class Note(NamedTuple):

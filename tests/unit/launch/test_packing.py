@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 import cloudpickle
+import numpy as np
 import pytest
 import torch
 
@@ -61,6 +62,21 @@ def test_what_the_standard_library_makes_of_functions_and_classes_travels() -> N
     assert (there(True), there("")) == ("int", "object")
     assert variable == 3.0
     assert empty is None
+
+
+def test_methods_of_the_processes_generators_are_those_of_the_process_that_reads() -> None:
+    sent = (
+        random.random,
+        random.choice,
+        np.random.rand,
+        torch.default_generator,
+        random.Random(3),
+    )
+    draw, choose, rand, generator, own = cloudpickle.loads(packing._dumps(sent))
+    assert draw.__self__ is choose.__self__ is random.random.__self__
+    assert rand.__self__ is np.random.rand.__self__
+    assert generator is torch.default_generator
+    assert own.random() == random.Random(3).random()
 
 
 def _read(packed: bytes) -> tuple[object, ...]:
