@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -112,6 +114,31 @@ def averaged(parameters, lr):
     return optimizer
 
 
+def averaged_in(container):
+    """The same, within something."""
+
+    def kind(parameters, lr):
+        optimizer = torch.optim.SGD(parameters, lr=lr)
+
+        def average(*_):
+            for parameter in parameters:
+                optimizer.state[parameter]["kept"] = container(parameter.detach().sum())
+
+        optimizer.register_step_post_hook(average)
+        return optimizer
+
+    return kind
+
+
+class Timed(torch.optim.SGD):
+    """Keeps what is another one in each run."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter] |= {"at": time.monotonic_ns(), "object": [id(parameter)]}
+
+
 class LaterCounts(torch.optim.SGD):
     """Counts in a state of no parameter, for later."""
 
@@ -157,6 +184,25 @@ def test_one_that_needs_all_of_the_model_says_why(kind, word):
     found = coupling(kind)
     assert word in found.why
     assert not found.by_tensor
+
+
+@pytest.mark.parametrize(
+    "container",
+    [
+        lambda mean: [mean, 3],
+        lambda mean: {"mean": (mean,)},
+        lambda mean: mean.numpy(),
+        lambda mean: str(mean.item()),
+        lambda mean: complex(mean.item()),
+    ],
+    ids=["list", "dict", "array", "text", "complex"],
+)
+def test_what_steps_keep_within_something_is_compared_too(container):
+    assert "a shard at a time leaves another 'kept'" in coupling(averaged_in(container)).why
+
+
+def test_what_is_another_one_in_each_run_says_nothing():
+    assert coupling(Timed).why == ""
 
 
 @pytest.mark.parametrize("kind", sorted(ELEMENTWISE, key=lambda kind: kind.__name__))

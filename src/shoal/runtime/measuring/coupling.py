@@ -101,10 +101,12 @@ def coupling_of(
             f"shard at a time changes {different[0]!r} and {len(different) - 1} others",
             by_tensor=False,
         )
-    if entry := _kept_otherwise(together, by_layer):
+    if (entry := _kept_otherwise(together, by_layer)) and (
+        entry := _kept_otherwise(together, by_layer, again=step(all_at_once))
+    ):
         return Coupling(
-            f"the optimizer {by_layer.kind} couples parameters across layers: stepping them a "
-            f"shard at a time leaves another {entry}",
+            f"what the optimizer {by_layer.kind} keeps of a parameter goes by others: stepping "
+            f"them a shard at a time leaves another {entry}",
             by_tensor=False,
         )
     if option := _changed(together, by_layer):
@@ -201,20 +203,35 @@ def _different(one: _Stepped, other: _Stepped) -> list[str]:
     return [name for name, p in pairs if not torch.equal(p, other.parameters[name])]
 
 
-def _kept_otherwise(one: _Stepped, other: _Stepped) -> str:
-    """A tensor or number of a parameter's state that steps left otherwise, or one of them only."""
+def _kept_otherwise(one: _Stepped, other: _Stepped, again: _Stepped | None = None) -> str:
+    """An entry of a parameter's state that steps left otherwise, or one of them only.
+
+    But for what is another one in each run, as a time is; ``again``: the first once more.
+    """
     for name, mine in one.of_each.items():
-        theirs = other.of_each[name]
+        theirs, anew = other.of_each[name], {} if again is None else again.of_each[name]
         for key in sorted(mine.keys() | theirs.keys(), key=str):
+            if key in mine and key in anew and _is_other(mine[key], anew[key]):
+                continue
             if key not in mine or key not in theirs or _is_other(mine[key], theirs[key]):
                 return f"{key!r} in the state of {name!r}"
     return ""
 
 
 def _is_other(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
+    """Of values, also within containers; of objects of other kinds nothing is known."""
+    (mine, as_mine), (theirs, as_theirs) = tree_flatten(one), tree_flatten(other)
+    return as_mine != as_theirs or any(map(_is_other_leaf, mine, theirs))
+
+
+def _is_other_leaf(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return True
+    if isinstance(one, np.ndarray | np.generic):
+        return bool(one.tobytes() != other.tobytes())
+    if isinstance(one, Tensor):
         return not same_bits(one, other)
-    return isinstance(one, int | float) and one == one and one != other
+    return isinstance(one, int | float | complex | str) and one == one and one != other
 
 
 def step_peaks(
