@@ -228,9 +228,9 @@ def test_state_that_no_checkpoint_could_hold_is_refused_where_it_is_measured():
         def step(self, closure=None):
             super().step(closure)
             for state in self.state.values():
-                state |= {"noted": [noted], "mean": np.float32(1)}
+                state |= {"noted": [noted], "mean": np.float32(1), "many": [meta]}
 
-    noted = object()
+    noted, meta = object(), torch.empty(3, device="meta")
     model = model_of()
     binding = binding_of(model, grouped(model, Noting))
     give_gradients(model, 0)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from shoal.core.errors import SpecError, TrialError
 from shoal.kernels.kernelstep import is_torchs, put_back
@@ -507,8 +508,7 @@ def state_specs(binding: Binding) -> dict[str, list[TensorSpec]]:
     entries = {n: binding.optimizer.state.get(p, {}) for n, p in binding.params.items()}
     for name, entry in entries.items():
         for key, value in entry.items():
-            if not isinstance(value, Tensor):
-                _require_rule(value, f"{key!r}, which the optimizer keeps of {name!r}")
+            _require_rule(value, f"{key!r}, which the optimizer keeps of {name!r}")
     return {
         name: [describe(name, value, key) for key, value in entry.items() if is_stored(value)]
         for name, entry in entries.items()
@@ -516,7 +516,8 @@ def state_specs(binding: Binding) -> dict[str, list[TensorSpec]]:
 
 
 def _require_rule(value: Any, what: str) -> None:
+    types_alone = tree_map_only(Tensor, lambda tensor: None, value)
     try:
-        Packer({}).pack(value)
+        Packer({}).pack(types_alone)
     except TrialError as error:
         raise SpecError(f"{what}, cannot be saved: {error}") from None
