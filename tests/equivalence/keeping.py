@@ -107,7 +107,21 @@ class Counts(torch.optim.SGD):
         super().zero_grad(set_to_none)
 
 
-KINDS = (Clears, Deletes, Replaces, Drops, Alone, Wide, Sliced, Keeps, Counts)
+class Turns(torch.optim.SGD):
+    """Keeps bases in a list, as SOAP does, which lie by columns; products round by that."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            entry, grad = self.state[parameter], parameter.grad.reshape(len(parameter), -1)
+            square = grad @ grad.T
+            (basis,) = entry.get("bases", [torch.eye(len(square))])
+            entry["bases"] = [torch.linalg.qr(basis + square @ basis)[0]]
+            turned = basis @ (basis.T @ grad).sign()
+            parameter.sub_(turned.view_as(parameter), alpha=self.param_groups[0]["lr"])
+
+
+KINDS = (Clears, Deletes, Replaces, Drops, Alone, Wide, Sliced, Keeps, Counts, Turns)
 
 
 def make(named, hp):

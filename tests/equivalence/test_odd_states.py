@@ -38,11 +38,11 @@ def test_options_may_be_tensors_and_state_may_be_a_slice(run_study, assert_alone
     assert_alone(report, report.trials, recipe, steps=3)
 
 
-def test_state_of_no_parameter_goes_on_with_its_trial(interrupted):
+@pytest.mark.parametrize("kind", [keeping.Alone, keeping.Turns])
+def test_state_of_no_parameter_or_in_lists_goes_on_with_its_trial(kind, interrupted):
     recipe = keeping.recipe()
-    report = interrupted(
-        recipe, "resident", "resident", devices=1, space=kinds(keeping.Alone), epochs=3
-    )
+    space = kinds(kind)
+    report = interrupted(recipe, "resident", "resident", devices=1, space=space, epochs=3)
     trial = report.trials[0]
     assert_same(plain_loop(recipe, trial.hp, trial.seed, epochs=3), trial)
 

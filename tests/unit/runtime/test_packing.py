@@ -54,6 +54,27 @@ VALUES = [
 ]
 
 
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.linalg.qr(torch.randn(4, 4))[0],
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.randn(3, 5)[:, 1:4],
+        torch.tensor(2.0).expand(3),
+        torch.randn(4, 2).t(),
+        torch.empty(0, 3).t(),
+        torch.randn(2, 2, dtype=torch.complex64).t().conj(),
+        torch.tensor(3),
+    ],
+    ids=["qr", "channels", "slice", "expanded", "turned", "nothing", "conjugate", "number"],
+)
+def test_a_tensor_comes_back_with_the_strides_that_a_copy_of_it_has(tensor):
+    (back,) = there_and_back([tensor])
+    assert back.stride() == tensor.clone().stride()
+    assert back.dtype == tensor.dtype
+    assert torch.equal(back, tensor)
+
+
 def there_and_back(value):
     tensors = {}
     packed = json.loads(json.dumps(Packer(tensors).pack(value)))

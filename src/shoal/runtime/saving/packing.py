@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any, Literal
 
@@ -52,7 +52,10 @@ class Packer:
         if value is None or isinstance(value, bool | int | float | str):
             return value
         if isinstance(value, Tensor):
-            return {"tensor": self._keep(value)}
+            kept = {"tensor": self._keep(value)}
+            stride = torch.empty_like(value, device="meta").stride()  # as a copy of it lies
+            is_usual = self._tensors[kept["tensor"]].stride() == stride
+            return kept if is_usual else {"strided": [list(stride), kept]}
         if type(value) is np.ndarray and value.dtype.kind in _KINDS:
             return {"ndarray": self._array(value)}
         if isinstance(value, complex):
@@ -239,6 +242,12 @@ def _unpack_rng(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Rng
     )
 
 
+def _unpack_strided(parts: Sequence[Any], tensors: Mapping[str, Tensor]) -> Tensor:
+    stride, packed = parts
+    tensor = _unpack(packed, tensors)
+    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype).copy_(tensor)
+
+
 _RULES: Mapping[str, Callable[[Any, Mapping[str, Tensor]], Any]] = {
     "complex": lambda parts, tensors: complex(*parts),
     "bytes": lambda text, tensors: bytes.fromhex(text),
@@ -250,6 +259,7 @@ _RULES: Mapping[str, Callable[[Any, Mapping[str, Tensor]], Any]] = {
     "ndarray": _unpack_array,
     "numpy": _unpack_number,
     "rng": _unpack_rng,
+    "strided": _unpack_strided,
 }
 
 
