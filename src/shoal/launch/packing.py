@@ -305,9 +305,9 @@ class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]  # it has no typ
 
     def persistent_id(self, value: Any) -> int | None:
         number = self._numbers.get(id(value))
-        if number is not None and place_of_own_stream(value) is not None:
-            return None  # each process has one
         if number is not None:
+            if place_of_own_stream(value) is not None:
+                return None  # each process has one
             self.modules.add(self._homes[number])
         elif id(value) in self._large:
             self.large.add(id(value))

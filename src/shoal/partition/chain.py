@@ -336,7 +336,7 @@ class Chain:
         output = self.skeleton.blocks[position](*args, **kwargs)
         leaves, spec = flatten(output)
         template = self._found_output(micro, position, leaves, spec)
-        self._require_handed_on(position, template, leaves, flatten((args, kwargs))[0])
+        self._require_handed_on(position, template, leaves, (args, kwargs))
         del args, kwargs
         if template is not sheet.output(position):
             micro.sheet = sheet.with_output(position, template)
@@ -383,15 +383,16 @@ class Chain:
         return told if as_told else replace(told, leaves=tuple(found))
 
     def _require_handed_on(
-        self, position: int, template: Template, leaves: Sequence[Any], values: Sequence[Any]
+        self, position: int, template: Template, leaves: Sequence[Any], arguments: Any
     ) -> None:
         """Raise TrialError where a block returns another tensor than its argument."""
-        for index, told in enumerate(template.leaves):
-            if isinstance(told, Shape) and told.argument is not None:
-                given = values[told.argument]
-                if leaves[index] is not given and not same_values(leaves[index], given):
-                    layer = self.skeleton.sections.layer_of(position)
-                    raise self._unlike_pilot(layer, f"output {index} is its argument no more")
+        told = {i: one.argument for i, one in enumerate(template.leaves) if isinstance(one, Shape)}
+        handed = {index: at for index, at in told.items() if at is not None}
+        values = flatten(arguments)[0] if handed else []
+        for index, at in handed.items():
+            if leaves[index] is not values[at] and not same_values(leaves[index], values[at]):
+                layer = self.skeleton.sections.layer_of(position)
+                raise self._unlike_pilot(layer, f"output {index} is its argument no more")
 
     def _found_constant(self, position: int, index: int, leaf: Any, wanted: Constant) -> Constant:
         """What a block returned that is no tensor; behind a section's last block nobody was told.

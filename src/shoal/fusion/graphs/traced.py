@@ -468,11 +468,11 @@ def _unwritten(ways: Ways | None, crew: Crew) -> Iterator[None]:
 
     To make one, and to compare it, is to write to them again.
     """
-    blocks = crew.stacked.parameters.items()
+    blocks = crew.stacked.parameters.items() if ways is not None else ()
     versions = [block._version for _, block in blocks]
     yield
     written = [n for (n, b), before in zip(blocks, versions, strict=True) if b._version != before]
-    for kept in ways.kept if ways and written else ():
+    for kept in ways.kept if ways is not None and written else ():
         kept.graph, kept.declined = None, f"its forward writes to the parameter {written[0]!r}"
 
 
