@@ -143,7 +143,7 @@ def step_by_shards(
 
     Only for state of the parameters' own shapes, and scalars that all shards have alike.
     """
-    state = optimizer.state
+    state, found = optimizer.state, [dict(group) for group in optimizer.param_groups]
     wholes = [(p, p.data, p.grad, dict(state.get(p, {}))) for p in parameters]
     each: list[list[dict[str, Any]]] = []
     for rank in range(width):
@@ -154,6 +154,9 @@ def step_by_shards(
             state.pop(parameter, None)
             if before:
                 state[parameter] = {k: _state_of(v, width, rank) for k, v in before.items()}
+        for group, options in zip(optimizer.param_groups, found, strict=True):
+            group.clear()  # a count goes on once
+            group.update(options)
         optimizer.step()
         each.append([state.pop(parameter, {}) for parameter, *_ in wholes])
     for (parameter, data, grad, _), *shards in zip(wholes, *each, strict=True):

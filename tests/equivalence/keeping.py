@@ -121,12 +121,60 @@ class Turns(torch.optim.SGD):
             parameter.sub_(turned.view_as(parameter), alpha=self.param_groups[0]["lr"])
 
 
-KINDS = (Clears, Deletes, Replaces, Drops, Alone, Wide, Sliced, Keeps, Counts, Turns)
+class Weighs(torch.optim.SGD):
+    """Steps by sums that its groups have had so far, as schedule-free optimizers do."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            group["sum"] = group.get("sum", 0.0) + group["k"] ** 0.5
+            group["lr"] = 0.05 * group["k"] ** 0.5 / group["sum"]
+        return super().step(closure)
+
+
+class WeighsTrained(torch.optim.SGD):
+    """The same, of groups with a gradient only, and what it counts is gone every third time."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            if all(p.grad is None for p in group["params"]):
+                continue
+            group["k"] = group.get("k", 0) + 1
+            group["lr"] = 0.05 / group["k"]
+            if group["k"] == 3:
+                del group["k"]
+        return super().step(closure)
+
+
+KINDS = (
+    Clears,
+    Deletes,
+    Replaces,
+    Drops,
+    Alone,
+    Wide,
+    Sliced,
+    Keeps,
+    Counts,
+    Turns,
+    Weighs,
+    WeighsTrained,
+)
 
 
 def make(named, hp):
     kind = {kind.__name__: kind for kind in KINDS}[hp["kind"]]
     return kind([p for _, p in named], lr=hp["lr"])
+
+
+def in_groups(named, hp):
+    """Two groups of which every shard has some, and one of the last layer alone."""
+    last = {name: p for name, p in named if name.startswith("leave")}
+    biases = [p for name, p in named if name.endswith("bias") and name not in last]
+    weights = [p for name, p in named if not name.endswith("bias") and name not in last]
+    kind = {kind.__name__: kind for kind in KINDS}[hp["kind"]]
+    groups = [{"params": biases}, {"params": weights, "weight_decay": 0.1}]
+    return kind([*groups, {"params": [*last.values()]}], lr=hp["lr"])
 
 
 def clipping_hook(named, hp):
@@ -141,7 +189,8 @@ def clipping_hook(named, hp):
 
 
 def recipe(optimizer=make, **changes):
-    return shoal.Recipe(model=Build(Chain), data=data, loss=loss, optimizer=optimizer, **changes)
+    settings = {"model": Build(Chain), "data": data, "loss": loss, "optimizer": optimizer}
+    return shoal.Recipe(**(settings | changes))
 
 
 def tensor_rate(named, hp):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keeping
 import pytest
 import traps
 import zoo
@@ -133,3 +134,9 @@ def test_the_zoo(name, stages, schedule, recompute, precision, stage_processes):
     assert_alike(
         recipe, hp, stage_processes, stages=stages, schedule=schedule, recompute=recompute
     )
+
+
+def test_what_groups_count_is_told_by_a_stage_that_steps_them(stage_processes):
+    recipe = trap(traps.Chain, 4, optimizer=keeping.in_groups)
+    trained = assert_alike(recipe, {**LR, "kind": "Weighs"}, stage_processes, stages=3)
+    assert [group["k"] for group in trained.state["optimizer"]["groups"]] == [3, 3, 3]

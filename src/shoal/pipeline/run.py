@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -180,7 +180,7 @@ def _joined(all_parts: list[Part], stages: int) -> Trained:
         "model": {name: tensor for part in parts for name, tensor in part.model.items()},
         "optimizer": {
             "state": {name: entry for part in parts for name, entry in part.optimizer.items()},
-            "groups": first.groups,
+            "groups": _groups(parts),
         },
         "schedule": first.schedule,
         "rng": (last if last.pipeline.draws else first).rng,
@@ -195,3 +195,11 @@ def _joined(all_parts: list[Part], stages: int) -> Trained:
         most_in_flight=tuple(part.most_in_flight for part in all_parts),
         carried=first.carried,
     )
+
+
+def _groups(parts: Sequence[Part]) -> list[dict[str, Any]]:
+    """The optimizer's groups, each with the options of a stage that has stepped it."""
+    return [
+        next((p.groups[i] for p in parts if not p.model.keys().isdisjoint(group["params"])), group)
+        for i, group in enumerate(parts[0].groups)
+    ]

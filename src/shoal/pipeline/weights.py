@@ -163,7 +163,7 @@ class Weights:
             if len(self._banks) > 1:
                 for name in names:
                     bank[name].copy_((self._masters or before)[name])
-            self._subsets.step(0)
+            self._subsets.step(0, number)
         for name, master in self._masters.items():
             if bank[name].data_ptr() != master.data_ptr():  # a frozen one has no other place
                 bank[name].neg_().add_(master, alpha=2)

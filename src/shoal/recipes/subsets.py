@@ -3,12 +3,18 @@
 A *part* of an optimizer is an object of the same class that shares its state, with those groups
 that have parameters of one shard or stage, holding only these. See
 docs/design/0003-real-optimizer-on-subsets.md.
+
+[Note: what steps change in groups]
+An optimizer may count its steps in its groups (``group["k"] += 1``), and a group may be in several
+parts. So each part of a step finds the options that the first one found; what they leave is the
+same, as ``runtime/measuring/coupling.py`` has seen.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,10 +48,18 @@ class Subsets:
             for index in range(len(owned))
         ]
 
-    def step(self, index: int) -> None:
-        """``optimizer.step()`` as if the parameters of one part were all it had."""
+    def step(self, index: int, number: int) -> None:
+        """``optimizer.step()`` as if the parameters of one part were all it had.
+
+        ``number`` is that of the trial's step, which is the same for all parts.
+        """
         for each in self._each:
-            each.step(index)
+            each.step(index, number)
+
+    def begin_anew(self) -> None:
+        """The groups' options were set: the next step finds those, whichever it is."""
+        for each in self._each:
+            each.begin_anew()
 
     def kept_beside(self) -> str:
         """The name of something that a step has left on a part, which is lost with the part."""
@@ -55,8 +69,8 @@ class Subsets:
 class _Subsets:
     """Those of one optimizer.
 
-    Two parts may step at a time, on two threads: each takes the options of the user's groups
-    before its step, and hands back what the step changed in them.
+    Two parts may step at a time, on two threads: each takes the options of the user's groups as
+    they were before the whole step, and hands back what it changed in them.
     """
 
     def __init__(
@@ -73,8 +87,13 @@ class _Subsets:
         self.stepped = [[name for _, part in chosen for name in part] for chosen in self._chosen]
         self._steps_all = [len(names) == sum(map(len, self.grouped)) for names in self.stepped]
         self._parts: dict[int, torch.optim.Optimizer] = {}
+        self._turn, self._turns = _Turn(-1, set(), []), threading.Lock()
 
-    def step(self, index: int) -> None:
+    def begin_anew(self) -> None:
+        """The groups' options were set."""
+        self._turn = _Turn(-1, set(), [])
+
+    def step(self, index: int, number: int) -> None:
         """``optimizer.step()`` as if the parameters of one part were all it had."""
         optimizer = self._optimizer
         if not self.stepped[index]:
@@ -86,16 +105,29 @@ class _Subsets:
             optimizer.step()
             return
         part = self._parts.get(index) or self._part(index)
-        wholes = [optimizer.param_groups[group] for group, _ in self._chosen[index]]
-        for group, whole in zip(part.param_groups, wholes, strict=True):
-            group.update((key, value) for key, value in whole.items() if key != "params")
+        found = self._found_by(index, number)
+        chosen = [group for group, _ in self._chosen[index]]
+        for mine, group in zip(part.param_groups, chosen, strict=True):
+            params = mine["params"]
+            mine.clear()
+            mine.update(found[group], params=params)
         part.state = optimizer.state
         type(part).step(part)
         if part.state is not optimizer.state:  # it has begun another one
             self._take_state(index, part.state)
-        for group, whole in zip(part.param_groups, wholes, strict=True):
-            whole.update((key, value) for key, value in group.items() if key != "params")
+        for mine, group in zip(part.param_groups, chosen, strict=True):
+            _hand_back(mine, found[group], optimizer.param_groups[group])
         optimizer._opt_called = True  # type: ignore[attr-defined]  # a schedule asks for it
+
+    def _found_by(self, index: int, number: int) -> list[dict[str, Any]]:
+        """The options of all groups for a part of this step: those that its first part found."""
+        with self._turns:
+            turn = self._turn
+            if turn.number != number or index in turn.stepped:
+                found = [_options(group) for group in self._optimizer.param_groups]
+                turn = self._turn = _Turn(number, set(), found)
+            turn.stepped.add(index)
+            return turn.options
 
     def _take_state(self, index: int, state: Mapping[Any, Any]) -> None:
         """What a part keeps of its parameters now is all that is kept of them."""
@@ -135,6 +167,27 @@ class _Subsets:
         ]
         self._parts[index] = part
         return part
+
+
+class _Turn(NamedTuple):
+    """A step of all parts: its number, which of them have begun it, what the first one found."""
+
+    number: int
+    stepped: set[int]
+    options: list[dict[str, Any]]
+
+
+def _hand_back(mine: Mapping[str, Any], found: Mapping[str, Any], whole: dict[str, Any]) -> None:
+    """What a part changed: another one, whose gradients are there, may have changed more."""
+    for key in found.keys() - mine.keys():
+        whole.pop(key, None)
+    for key, value in mine.items():
+        if key != "params" and not (key in found and value is found[key]):
+            whole[key] = value
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
 
 
 def clip_factor(

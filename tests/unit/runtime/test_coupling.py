@@ -60,6 +60,24 @@ class CountsInGroups(torch.optim.SGD):
         return super().step(closure)
 
 
+class CountsTogether(torch.optim.SGD):
+    """Has one object for what it counts."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group.setdefault("counts", []).append(1)
+        return super().step(closure)
+
+
+class CountsParts(torch.optim.SGD):
+    """Counts something else than steps."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["parameters"] = len(group["params"])
+        return super().step(closure)
+
+
 class LooksAhead(torch.optim.SGD):
     """Keeps slow copies in a list, in the order of all parameters."""
 
@@ -162,6 +180,10 @@ def test_an_optimizer_of_single_tensors_steps_them_apart(kind):
     assert coupling(kind) == ("", True)
 
 
+def test_what_is_counted_in_groups_is_counted_once():
+    assert coupling(CountsInGroups) == ("", True)
+
+
 @pytest.mark.parametrize("kind", [OfLayers, InPairs])
 def test_one_that_needs_all_of_a_layer_steps_layers_apart(kind):
     assert coupling(kind) == ("", False)
@@ -172,7 +194,8 @@ def test_one_that_needs_all_of_a_layer_steps_layers_apart(kind):
     [
         (OfAll, "optimizer OfAll couples"),
         (Counts, "keeps 'calls'"),
-        (CountsInGroups, "changes 'count'"),
+        (CountsTogether, "changes 'counts'"),
+        (CountsParts, "changes 'parameters'"),
         (LooksAhead, "optimizer LooksAhead cannot step the parameters of a shard by themselves"),
         (shrunk, "SGD, with the step hook 'shrunk.<locals>.to_one_norm', cannot step the"),
         (clipped, "SGD, with the step hook 'clipped.<locals>.to_one_norm', couples"),

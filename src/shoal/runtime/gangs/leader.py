@@ -46,6 +46,15 @@ class GangSession(Session, ABC):
         """Know of another member's parameters what it knows, beside their tensors."""
         self.binding.take_over(scalars, stored, self._step_places())
 
+    def learn_options(
+        self, options: Mapping[int, Mapping[str, Any]], *, but: Sequence[int]
+    ) -> None:
+        """Know what steps elsewhere left in groups, ``but`` in those that these shards step."""
+        own = self.binding.options_of(*but)
+        for index, values in options.items():
+            if index not in own:
+                self.binding.optimizer.param_groups[index].update(values)
+
     def known_of(self, *shards: int) -> tuple[Scalars, Stored]:
         """What ``learn`` takes, of shards that are here."""
         names = {name for shard in shards for name in self.owned[shard]}

@@ -59,11 +59,12 @@ class Metrics:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A member's part is in the region; the rest of its optimizer's state, and what its code keeps
-    in Python."""
+    """A member's part is in the region; the rest of its optimizer's state, options of the groups
+    that it has stepped, and what its code keeps in Python."""
 
     scalars: Scalars
     stored: Stored
+    options: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     python: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 

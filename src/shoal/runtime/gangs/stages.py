@@ -219,6 +219,7 @@ class StageSeat(GangSeat):
         yield from self._until(lambda: len(self._known) == len(self._others))
         for known in self._known:
             session.learn(known.scalars, known.stored)
+            session.learn_options(known.options, but=self._shards)
             session.python.learn(known.python)
         self._known.clear()
 
@@ -274,7 +275,8 @@ class StageSeat(GangSeat):
 
     def _what_is_known(self) -> Known:
         session = self.session
-        return Known(*session.known_of(*self._shards), session.python.since())
+        options = session.binding.options_of(*self._shards)
+        return Known(*session.known_of(*self._shards), options, session.python.since())
 
     # -- programs -----------------------------------------------------------------------------
 

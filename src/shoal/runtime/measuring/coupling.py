@@ -112,7 +112,7 @@ def coupling_of(
     if option := _changed(together, by_layer):
         return Coupling(
             f"the optimizer {by_layer.kind} changes {option} at each step, and each shard would "
-            "change it once more",
+            "change it again or otherwise",
             by_tensor=False,
         )
     del by_layer
@@ -144,7 +144,7 @@ def _stepped(recipe: Recipe, trial: TrialSpec, parts: Parts) -> _Stepped:
         fill_gradients(model.parameters(), round_)
         for index in reversed(range(len(parts))):  # as a backward comes by
             with _alone(binding.params, parts[index]):
-                binding.step_part(index)
+                binding.step_part(index, round_)
     return _Stepped(
         dict(model.named_parameters()),
         binding.kept_beside(),
@@ -288,8 +288,8 @@ def _changed(one: _Stepped, other: _Stepped) -> str:
     """An option of a group, or a part of the state, that steps left otherwise."""
     pairs = [(*groups, "groups") for groups in zip(one.groups, other.groups, strict=True)]
     for mine, theirs, where in (*pairs, (one.state, other.state, "state")):
-        for key, value in mine.items():
-            if not _same(value, theirs.get(key)):
+        for key in {**mine, **theirs}:
+            if key not in mine or key not in theirs or not _same(mine[key], theirs[key]):
                 return f"{key!r} of its {where}"
     return ""
 

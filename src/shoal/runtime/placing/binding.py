@@ -13,9 +13,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_all, tree_map_only
 
 from shoal.core.errors import SpecError, TrialError
 from shoal.kernels.kernelstep import is_torchs, put_back
@@ -337,7 +338,7 @@ class Binding:
         each has a part of the optimizer, which shares its state and takes its options.
         """
         with self._rounding.stepping(self._stepped[shard], number):
-            self._subsets.step(shard)
+            self._subsets.step(shard, number)
 
     def stepped(self, shard: int) -> Sequence[str]:
         """The parameters of a shard that the optimizer steps."""
@@ -406,6 +407,7 @@ class Binding:
         run, for the kernels that want them there.
         """
         self.stateful = {}
+        self._subsets.begin_anew()
         self.take_over(scalars, stored, places)
 
     def take_over(
@@ -455,6 +457,15 @@ class Binding:
             )
         ]
 
+    def options_of(self, *shards: int) -> dict[int, dict[str, Any]]:
+        """By number the options of those groups that these shards step: numbers and the like."""
+        stepped = {name for shard in shards for name in self._stepped[shard]}
+        return {
+            index: {k: v for k, v in group.items() if tree_all(_is_simple, v)}
+            for index, group in enumerate(self.optimizer.param_groups)
+            if not stepped.isdisjoint(self._subsets.grouped[index])
+        }
+
     def restore_groups(self, groups: Sequence[Mapping[str, Any]], *, but: Collection[str]) -> None:
         """Put the options of ``groups()`` back, ``but`` some that stay as they are made.
 
@@ -474,6 +485,10 @@ class Binding:
 def _noted(option: Any) -> Any:
     """Of a group; a schedule writes to one that is a tensor."""
     return option.detach().clone() if isinstance(option, Tensor) else option
+
+
+def _is_simple(option: Any) -> bool:
+    return option is None or isinstance(option, int | float | complex | str | np.generic)
 
 
 def _fits(value: Tensor, place: Tensor) -> bool:
