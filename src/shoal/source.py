@@ -14,15 +14,12 @@ point where it would run that one, or the first one if none is named.
 from __future__ import annotations
 
 import ast
-import functools
 import importlib
 import importlib.util
-import operator
 import os
 import shlex
 import sys
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
@@ -112,86 +109,6 @@ def stop_reading(study: Any) -> bool:
     if _reading[-1](study):
         raise _Reached(study.name)
     return isinstance(_reading[-1], _Recorded)
-
-
-def cached(function: Callable[..., Any], parameters: Mapping[str, Any]) -> Callable[..., Any]:
-    """A function with ``functools.lru_cache`` around it, as a worker makes it: nothing is cached.
-
-    ``parameters``: of the cache there was.
-    """
-    made: Callable[..., Any] = functools.lru_cache(**parameters)(function)
-    return made
-
-
-class Named(NamedTuple):
-    """What a module of the user's has at its top level, for a worker to import."""
-
-    module: str
-    name: str
-
-
-class Gone(NamedTuple):
-    """In the place of what a user's file has deleted."""
-
-
-class Change(NamedTuple):
-    """What a user's file put into another module, or into a class or dictionary there."""
-
-    module: str
-    path: str  # of that class or dictionary; empty: the module itself
-    name: Any  # of an item its key
-    value: Any
-    is_item: bool = False
-
-    @property
-    def full_name(self) -> str:
-        return ".".join(str(part) for part in (self.module, self.path, self.name) if part != "")
-
-    def make(self) -> Callable[[], object] | None:
-        """Have it so in this process; returns what puts back what was there.
-
-        None: the module is not to be had here, so no recipe that comes here has it either.
-        """
-        try:
-            home: Any = importlib.import_module(self.module)
-            home = operator.attrgetter(self.path)(home) if self.path else home
-        except Exception:  # whatever its own code raises; a recipe's import raises it again
-            return None
-        name, known = self.name, home if self.is_item else vars(home)
-        put: Callable[..., object] = setattr
-        drop: Callable[..., object] = delattr
-        if self.is_item:
-            kind: Any = OrderedDict if isinstance(home, OrderedDict) else dict
-            put, drop, known = kind.__setitem__, kind.pop, dict(dict.items(home))
-        before = functools.partial(drop, home, name)
-        if name in known:
-            before = functools.partial(put, home, name, known[name])
-        value = self.value
-        if isinstance(value, Gone):
-            if name not in known:
-                return None
-            drop(home, name)
-            return before
-        if isinstance(value, Named):
-            value = getattr(importlib.import_module(value.module), value.name)
-        put(home, name, value)
-        return before
-
-
-_undoing: list[Callable[[], object]] = []  # of the changes that this process has made
-
-
-def undo_changes() -> None:
-    """Put back what this process has changed for what it was given before."""
-    while _undoing:
-        _undoing.pop()()
-
-
-def with_changes(changes: Iterable[Change], value: Any) -> Any:
-    """``value``, which has come to a worker with them; those of what came before are put back."""
-    undo_changes()
-    _undoing.extend(undo for change in changes if (undo := change.make()) is not None)
-    return value
 
 
 def load_study(source: str, arguments: Sequence[str] = ()) -> LoadedStudy:

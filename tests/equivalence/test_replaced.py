@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import builtins
 import importlib.util
+import math
 import sys
 import types
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import shoal
 from shoal.launch.replaced import find_changes
-from shoal.source import Change, load_study, with_changes
+from shoal.pystate.changes import Change, with_changes
+from shoal.source import load_study
 
 FILE = """
 import builtins
@@ -164,3 +167,193 @@ def usual_data(hp):
 
 def distance(output, batch):
     return (output - batch[1]).square().mean()
+
+
+# -- what calls put there -----------------------------------------------------------------
+
+BLOCKS = """
+import functools
+import torch
+from torch import nn
+
+def traced(function):
+    @functools.wraps(function)
+    def inner(*args):
+        return function(*args) * 1.25
+    return inner
+
+def act(x):
+    return torch.relu(x)
+
+@traced
+def decorated(x):
+    return torch.tanh(x)
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return decorated(act(self.lin(x)))
+
+def enable(factor):
+    global act
+    old = act
+    @functools.wraps(old)
+    def act_times(x):
+        return old(x) * factor
+    act = act_times
+"""
+CALLS = """
+import functools
+import threading
+from torch import nn
+import blocks
+
+seen = []
+
+def of_own(factor):
+    old = blocks.Block.forward
+    def forward(self, x):
+        return old(self, x) * factor
+    blocks.Block.forward = forward
+
+def of_package(factor):
+    old = nn.Linear.forward
+    @functools.wraps(old)
+    def forward(self, x):
+        seen.append(len(seen))
+        return old(self, x) * factor
+    nn.Linear.forward = forward
+
+def of_class(factor):
+    class Wide(blocks.Block):
+        def forward(self, x):
+            return super().forward(x) * factor
+    blocks.Block = Wide
+
+def of_others(factor):
+    blocks.extra = lambda x: x * factor
+    blocks.Block.scale = property(lambda self: factor)
+    blocks.Block.shift = staticmethod(lambda x: x + factor)
+
+def with_lock(factor):
+    old, lock = nn.Linear.forward, threading.Lock()
+    def forward(self, x):
+        with lock:
+            return old(self, x) * factor
+    nn.Linear.forward = forward
+"""
+CALLING = """
+import torch
+from torch import nn
+import shoal
+import blocks
+import calls
+
+CALL
+
+class Head(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block, self.lin = blocks.Block(), nn.Linear(4, 1)
+
+    def forward(self, x):
+        x = getattr(blocks, "extra", torch.abs)(self.block(x)) * getattr(self.block, "scale", 1)
+        return self.lin(getattr(blocks.Block, "shift", torch.abs)(x))
+
+def data(hp):
+    draws = torch.Generator().manual_seed(1)
+    return [(torch.rand(5, 4, generator=draws), torch.rand(5, 1, generator=draws))] * 3, None
+
+def loss(output, batch):
+    return (output - batch[1]).square().mean()
+
+recipe = shoal.Recipe(model=lambda hp: Head(), data=data, loss=loss)
+study = shoal.Study("calling", recipe, space={"lr": 0.1}, steps=3)
+"""
+
+
+@pytest.fixture
+def calling(tmp_path, monkeypatch):
+    """The recipe of a file with such a call in it, and of modules that may have one as well."""
+    monkeypatch.setattr(nn.Linear, "forward", nn.Linear.forward)  # and back afterwards
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def load(call, *, in_calls="", at_end=""):
+        (tmp_path / "blocks.py").write_text(BLOCKS)
+        (tmp_path / "calls.py").write_text(CALLS + in_calls)
+        (tmp_path / "study.py").write_text(CALLING.replace("CALL", call) + at_end)
+        return load_study(str(tmp_path / "study.py")).study.recipe
+
+    yield load
+    for name in ("blocks", "calls"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "calls.of_own(0.5)",
+        "calls.of_package(0.5)",
+        "calls.of_class(0.5)",
+        "calls.of_others(0.5)",
+        "blocks.enable(0.5)",
+        "calls.of_own(0.5); calls.of_own(0.7); calls.of_package(3.0); blocks.enable(0.5)",
+    ],
+)
+def test_what_a_function_made_within_holds_in_workers(
+    call, calling, run_study, assert_alone, monkeypatch
+):
+    recipe, space = calling(call), shoal.grid(lr=[0.1])
+    report = run_study(recipe, space, steps=3)
+    assert_alone(report, report.trials, recipe, steps=3)
+    monkeypatch.undo()
+    assert_usual(run_study, assert_alone, space)
+
+
+@pytest.mark.parametrize("again", ["", "calls.of_own(0.7)", "calls.of_package(0.5)"])
+def test_what_an_import_has_put_there_is_put_there_once(again, calling, run_study, assert_alone):
+    here = "of_own(0.5)\nof_package(0.5)\nblocks.enable(0.5)\n"
+    recipe, space = calling(again, in_calls=here), shoal.grid(lr=[0.1])
+    report = run_study(recipe, space, steps=3, workers=None)  # none that others go on in
+    assert_alone(report, report.trials, recipe, steps=3)
+
+
+@pytest.mark.parametrize("by_import", [False, True])
+def test_what_cannot_be_sent_is_told_of_where_no_import_makes_it(by_import, calling, tmp_path):
+    call = "with_lock(0.5)"
+    recipe = calling("", in_calls=call) if by_import else calling(f"calls.{call}")
+    study = shoal.Study("locked", recipe, space={"lr": 0.1}, steps=1, directory=tmp_path)
+    warnings = study.plan(hardware=shoal.Hardware.virtual(devices=1, memory="64MiB")).warnings
+    told = "Linear.forward is what code of calls put there, which cannot be sent to workers"
+    assert any(told in one for one in warnings) != by_import
+
+
+NUMBERS = """
+import math
+import numpy as np
+
+def twice(function):
+    return lambda *args: 2 * function(*args)
+
+math.sqrt, np.mean, np.exp = map(twice, (math.sqrt, np.mean, np.exp))
+scale = Head.forward
+Head.forward = lambda self, x: scale(self, x) * math.sqrt(2) * float(np.mean([np.exp(0.1), 1]))
+"""
+
+
+def test_functions_in_c_have_what_was_in_their_places(
+    calling, run_study, assert_alone, monkeypatch
+):
+    for home, name in ((math, "sqrt"), (np, "mean"), (np, "exp")):
+        monkeypatch.setattr(home, name, getattr(home, name))
+    recipe = calling("", at_end=NUMBERS)
+    report = run_study(recipe, shoal.grid(lr=[0.1]), steps=3)
+    assert_alone(report, report.trials, recipe, steps=3)
+
+
+def test_what_was_never_replaced_is_no_change(calling):
+    calling("")
+    assert [one for one in find_changes() if not one.is_sure] == []

@@ -13,10 +13,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, ClassVar
 
 import cloudpickle
+import numpy as np
 from cloudpickle.cloudpickle import _make_empty_cell
 from torch._library.custom_ops import CustomOpDef
 
@@ -29,11 +30,21 @@ from shoal.launch.replaced import users_modules
 from shoal.launch.usercode import codes_of
 from shoal.pystate.ambient import is_users
 from shoal.pystate.arriving import arrive, read_state
+from shoal.pystate.changes import (
+    Change,
+    Named,
+    Unsent,
+    cached,
+    function_of,
+    known_by,
+    set_function_and_note,
+    with_changes,
+)
 from shoal.pystate.comparing import Fingerprints
 from shoal.pystate.modulestate import ModuleState, Place, left_words
 from shoal.pystate.values import place_of_own_stream
 from shoal.recipes.recipe import Recipe
-from shoal.source import MAINS, MODULE_NAME, Change, Named, cached, with_changes
+from shoal.source import MAINS, MODULE_NAME
 
 _WARN_BYTES = 16 * 2**20
 _MOST_ROUNDS = 3  # until no more modules, and no large values, are found that go
@@ -53,8 +64,9 @@ def pack_recipe(recipe: Recipe, changes: Collection[Change] = ()) -> bytes:
             changed since it was imported.
     """
     _register_source_module()
+    changes = tuple(_with_unsent(changes))
     try:
-        packed = _dumps(_Arriving(_Changed(tuple(changes), recipe)))
+        packed = _dumps(_Arriving(_Changed(changes, recipe)))
     except SpecError:
         raise
     except Exception as error:
@@ -118,7 +130,8 @@ class _Arriving:
     ) -> tuple[ModuleState, io.BytesIO, _Pickler]:
         """What is in there, but for what those modules hold."""
         state, file = _state_of(modules, **options), io.BytesIO()
-        pickler = _Pickler(file, state)
+        by_value = {id(function_of(one.value)) for one in self.packed.changes if not one.is_sure}
+        pickler = _Pickler(file, state, by_value=by_value)
         pickler.dump((state.of_main, self.packed))
         return state, file, pickler
 
@@ -157,6 +170,23 @@ def _size_by_value(value: Any) -> int | None:
         return len(_dumps(value))
     except Exception:  # whatever its own code raises
         return None
+
+
+def _with_unsent(changes: Collection[Change]) -> Iterator[Change]:
+    """An import may have made those that are not sure: one that cannot go is looked for there."""
+    state = None
+    for change in changes:
+        if not change.is_sure:
+            state = state or _state_of(list(users_modules().values()))
+            if (reason := _why_not(change, state, (id(function_of(change.value)),))) is not None:
+                why = (
+                    f"is what code of {function_of(change.value).__module__} put there, which "
+                    f"cannot be sent to workers ({type(reason).__name__}: {reason}), so they have "
+                    "what their imports make. If it is to hold there, call that code inside "
+                    "Recipe(model=...)"
+                )
+                change = change._replace(value=Unsent(known_by(change.value), why))
+        yield change
 
 
 def _refuse_change(changes: Iterable[Change], state: ModuleState) -> None:
@@ -269,6 +299,7 @@ class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]  # it has no typ
 
     Args:
         state: Of objects that the other side has already.
+        by_value: Functions, by ``id``, that another name than theirs has there.
 
     Attributes:
         modules: Names of those that were met, by themselves or by what they have.
@@ -291,9 +322,11 @@ class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]  # it has no typ
         file: io.BytesIO,
         state: ModuleState | None = None,
         *,
+        by_value: Collection[int] = (),
         is_trial: bool = False,
     ) -> None:
         super().__init__(file)
+        self._by_value = by_value
         self._going: dict[tuple[tuple[str, int], ...], dict[str, Any]] = {}
         self._is_trial = is_trial
         self._numbers: Mapping[int, int] = state.numbers if state else {}
@@ -320,10 +353,14 @@ class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]  # it has no typ
             return importlib.import_module, (value.__name__,)
         if isinstance(value, FunctionType) and value.__globals__.get("__name__") in MAINS:
             return self._of_main(value)
-        if isinstance(value, FunctionType) and _is_of_class_by_value(value):
+        if isinstance(value, FunctionType) and (
+            id(value) in self._by_value or _is_of_class_by_value(value)
+        ):
             return self._dynamic_function_reduce(value)
         if isinstance(value, CustomOpDef):
             return _where_defined(value)
+        if (original := _displaced(value)) is not None:
+            return _imported, original
         if (place := place_of_own_stream(value)) is not None:
             return getattr, place
         return super().reducer_override(value)
@@ -352,6 +389,7 @@ class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]  # it has no typ
             _, parts = reduced[2]
             named = parts["__globals__"].items()  # what is no code is there as it is here
             parts["__globals__"] = {name: one for name, one in named if isinstance(one, _CODE)}
+            return (*reduced[:5], set_function_and_note)
         return reduced
 
     def _function_getnewargs(self, function: FunctionType) -> tuple[Any, ...]:
@@ -379,6 +417,25 @@ def _goes(value: Any) -> bool:
     except Exception:  # whatever its own code raises
         return False
     return True
+
+
+def _displaced(function: Any) -> tuple[str, str] | None:
+    """Where a worker finds a function that is written in C, where a file has put another one."""
+    kind = type(function)
+    if kind not in (BuiltinFunctionType, np.ufunc) and kind.__name__ != _OF_NUMPY:
+        return None
+    module = "numpy" if isinstance(function, np.ufunc) else function.__module__
+    home, name = sys.modules.get(str(module)), function.__name__
+    found = None if home is None else vars(home).get(name)
+    return None if found in (None, function) else (str(module), name)
+
+
+_OF_NUMPY = "_ArrayFunctionDispatcher"  # it has no name of its own there
+
+
+def _imported(module: str, name: str) -> Any:
+    """What a module has there; a recipe is read before changes are made."""
+    return getattr(importlib.import_module(module), name)
 
 
 def _where_defined(operator: CustomOpDef) -> tuple[Any, ...]:
@@ -415,10 +472,12 @@ def _culprit(recipe: Recipe, error: Exception, state: ModuleState) -> tuple[str,
     return "...", f"{type(error).__name__}: {error}", ""
 
 
-def _why_not(value: object, state: ModuleState) -> Exception | None:
+def _why_not(
+    value: object, state: ModuleState, by_value: Collection[int] = ()
+) -> Exception | None:
     """Why it cannot be pickled, beside what is in ``state``."""
     try:
-        _Pickler(io.BytesIO(), state).dump(value)
+        _Pickler(io.BytesIO(), state, by_value=by_value).dump(value)
     except Exception as reason:
         return reason
     return None

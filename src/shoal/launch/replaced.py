@@ -19,13 +19,17 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from shoal.launch.assigning import found_at
+from shoal.launch.enclosed import made_within, metaclasses, replaced_in
 from shoal.launch.mainfile import main_files
 from shoal.pystate.ambient import is_users
+from shoal.pystate.changes import Change, Gone, Named
 from shoal.pystate.sendable import home_of
 from shoal.recipes.libraries import is_installed
-from shoal.source import MAINS, Change, Gone, Named
+from shoal.source import MAINS
 
-LEFT_OUT = frozenset((*sys.stdlib_module_names, "shoal", "__mp_main__", *MAINS))
+_OF_NUMBERS = {"math", "cmath", "operator", "random", "statistics"}
+"""Of the standard library, whose other modules have much of a file's code by its being used."""
+LEFT_OUT = frozenset((*(sys.stdlib_module_names - _OF_NUMBERS), "shoal", "__mp_main__", *MAINS))
 
 
 def find_changes() -> tuple[Change, ...]:
@@ -36,7 +40,20 @@ def find_changes() -> tuple[Change, ...]:
     for name, module in _modules():
         code = anywhere if _is_installed(module) else of_file
         found += _changes_in(name, module, code)
-    return tuple([*found, *_assigned_by_name(found), *_filed_by_key(found)])
+    return tuple([*found, *_assigned_by_name(found), *_filed_by_key(found), *_put_by_calls()])
+
+
+def _put_by_calls() -> Iterator[Change]:
+    """What functions of the user's modules made within, and put somewhere: see ``enclosed``."""
+    users = users_modules()
+    within = made_within(users)
+    for name, module in _modules() if within else ():
+        if _is_installed(module):
+            found = _changes_in(name, module, within)
+            yield from (one._replace(is_sure=False) for one in found if not one.is_item)
+        elif name in users:
+            for path, attribute, value in replaced_in(module, lambda one: id(one) in within):
+                yield Change(name, path, attribute, value, is_sure=False)
 
 
 def _assigned_by_name(known: Iterable[Change]) -> Iterator[Change]:
@@ -155,7 +172,7 @@ def _code_of_file() -> dict[int, Any]:
 
     By types alone: what libraries have that is made when it is asked for is not asked.
     """
-    kinds = {FunctionType, staticmethod, classmethod, *_metaclasses()}
+    kinds = {FunctionType, staticmethod, classmethod, property, *metaclasses()}
     code = [one for one in gc.get_objects() if type(one) in kinds]
     return {id(one): one for one in code if _home_of(one) in MAINS}
 
@@ -194,13 +211,9 @@ def _home_of(value: Any) -> str:
         return home_of(value)
     if isinstance(value, staticmethod | classmethod):
         return _home_of(value.__func__) if type(value.__func__) is FunctionType else ""
+    if isinstance(value, property):
+        return _home_of(value.fget) if type(value.fget) is FunctionType else ""
     return str(vars(value).get("__module__"))
-
-
-def _metaclasses(kind: type[type] = type) -> Iterator[type]:
-    yield kind
-    for one in type.__subclasses__(kind):
-        yield from _metaclasses(one)
 
 
 def _changes_in(module: str, of: ModuleType, code: Mapping[int, Any]) -> Iterator[Change]:

@@ -29,7 +29,7 @@ def codes_of(modules: Iterable[ModuleType]) -> dict[str, ModuleCode]:
     """
     codes = {}
     for module in modules:
-        if (code := _code_of_file(module)) is None:
+        if (code := code_of_file(module)) is None:
             continue
         for name, function in _functions_of(module):
             if not _is_in(name, function.__code__, code):
@@ -44,7 +44,8 @@ def codes_of(modules: Iterable[ModuleType]) -> dict[str, ModuleCode]:
     return codes
 
 
-def _code_of_file(module: ModuleType) -> CodeType | None:
+def code_of_file(module: ModuleType) -> CodeType | None:
+    """What a module's import runs; None where its file does not say."""
     loader = vars(module).get("__loader__")
     if type(loader) not in (SourceFileLoader, zipimporter):
         return None

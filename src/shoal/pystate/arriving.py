@@ -25,13 +25,13 @@ from typing import Any
 
 from shoal.core.errors import SpecError, WorkerError
 from shoal.pystate.bringing import ABSENT, Bringing, Later, fits, is_lost
+from shoal.pystate.changes import left_undone, undo_changes
 from shoal.pystate.fingerprints import Fingerprint
 from shoal.pystate.modulestate import left_words
 from shoal.pystate.sentcode import ModuleCode, forget_others
 from shoal.pystate.standins import DECLARED, Large, Lost, declared_in
 from shoal.pystate.statepickler import COMPARED, KEPT, LARGE, WHOLE
 from shoal.pystate.values import PLAIN
-from shoal.source import undo_changes
 
 
 class _StateReader(pickle.Unpickler):
@@ -271,4 +271,5 @@ def arrive(
 def left_as_imported() -> tuple[str, ...]:
     """In words, what modules of this process hold otherwise than the study's, as it cannot go."""
     arrivals = [one for one in sys.meta_path if isinstance(one, _Arrival)]
-    return tuple(words for arrival in arrivals for words in arrival.tell_left())
+    told = (words for arrival in arrivals for words in arrival.tell_left())
+    return (*told, *left_undone())

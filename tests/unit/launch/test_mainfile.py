@@ -12,7 +12,8 @@ from torch.nn import functional
 from shoal.launch.mainfile import Said, main_files
 from shoal.launch.reached import imported_for_itself, named_objects, reached
 from shoal.launch.replaced import find_changes
-from shoal.source import MODULE_NAME, Change, Gone
+from shoal.pystate.changes import Change, Gone
+from shoal.source import MODULE_NAME
 
 TEXT = """
 import colorsys as colors, registered, json, pkg.nets
